@@ -14,9 +14,10 @@ CUDA_ARCH ?= $(or $(patsubst sm_90,sm_90a,$(addprefix sm_,$(sort $(subst .,,$(sh
 ARCHES = $(foreach a,$(filter sm_%,$(CUDA_ARCH)),-gencode=arch=compute_$(a:sm_%=%),code=$(a)) \
          $(foreach a,$(filter compute_%,$(CUDA_ARCH)),-gencode=arch=$(a),code=$(a))
 
-# A room is a folder that adds something to the core; extensions.c has its rows. EXTENSIONS=no builds the core alone,
-# programs included, below build/core.
-ROOMS     = $(if $(filter no,$(EXTENSIONS)),,$(wildcard families encodings formats serve commands terminal))
+# A room is a folder that adds something to the core; extensions.c has its rows, extensions.cuh its part on the card.
+# EXTENSIONS=no builds the core alone, programs included, below build/core. FAST=no: without fast/.
+ROOMS     = $(if $(filter no,$(EXTENSIONS)),,$(wildcard families encodings formats serve commands terminal \
+                                                        $(if $(filter yes,$(FAST)),fast)))
 
 BUILD     = build$(if $(filter no,$(EXTENSIONS)),/core)
 HERE      = $(if $(filter no,$(EXTENSIONS)),$(BUILD)/)
@@ -58,7 +59,7 @@ $(BUILD)/cuda/%.o: %.c Makefile
 $(BUILD)/cuda/%.cu.o: %.cu Makefile
 	@$(NVCC) --version >/dev/null 2>&1 || { echo "make: no CUDA toolkit: install it (developer.nvidia.com/cuda-downloads), set CUDA_HOME, or 'make reference' for the plain C twin" >&2; exit 1; }
 	@mkdir -p $(@D)
-	$(NVCC) -std=c++17 -O3 -g -lineinfo $(ARCHES) -DFAST=$(if $(filter yes,$(FAST)),1,0) -DCUDA_ARCHES='"$(strip $(CUDA_ARCH))"' -I. $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS)) -MMD -MP -c $< -o $@
+	$(NVCC) -std=c++17 -O3 -g -lineinfo $(ARCHES) -DCUDA_ARCHES='"$(strip $(CUDA_ARCH))"' -I. $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS)) -MMD -MP -c $< -o $@
 
 test-gpu: $(BUILD)/cuda/gpu $(HERE)infer ## the tests that need a GPU; where there is one, make test runs them too
 	$(BUILD)/cuda/gpu
@@ -67,21 +68,24 @@ test-gpu: $(BUILD)/cuda/gpu $(HERE)infer ## the tests that need a GPU; where the
 $(BUILD)/cuda/gpu: $(call objects,cuda,$(REFERENCE) tests/gpu.c) $(BUILD)/cuda/infer.cu.o $(BUILD)/cuda/tests/card.cu.o
 	$(NVCC) $(ARCHES) -Xlinker --wrap=cudaMalloc $^ -o $@ $(LIBS) -lcublasLt
 
-# The quick ones of these tests without a GPU: infer.cu and card.cu as C++ (tests/emulated/emulate.h), with C++ in place of
-# PTX (tests/emulated/ptx.cuh). sed replaces what only nvcc can read, in these two files: shared memory without a size,
-# and <<<>>>.
-EMULATED_FLAGS = -std=c++17 -O2 -g -fno-strict-aliasing -ffp-contract=off -w -MMD -MP -DFAST=0 -DCUDA_ARCHES='"emulated"' \
-          -DPIECE_BYTES=4096 -Itests/emulated -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS))
+# The quick ones of these tests without a GPU: infer.cu, card.cu and the rooms' parts, but fast/, as C++ (tests/emulated/).
+# sed replaces what only nvcc can read: shared memory without a size, and <<<>>>.
+EMULATED_ROOMS = $(filter-out fast,$(ROOMS))
+EMULATED_CUH   = extensions.cuh $(wildcard $(addsuffix /*.cuh,$(EMULATED_ROOMS)))
+EMULATED_FLAGS = -std=c++17 -O2 -g -fno-strict-aliasing -ffp-contract=off -w -MMD -MP -DCUDA_ARCHES='"emulated"' \
+          -DPIECE_BYTES=4096 -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(EMULATED_ROOMS))
 AS_CPP  = -e 's/extern __shared__( __align__\([0-9]+\))? (\w+) (\w+)\[\];/\2 *\3 = (\2 *)emulated::shared;/' \
           -e 's/(\w+|\([^()]*\))<<<(.*)>>>\(/emulated::Launch{\2}(\1, /'
 $(BUILD)/emulated/gpu: $(call objects,emulated,$(REFERENCE) tests/gpu.c) \
                     $(patsubst %,$(BUILD)/emulated/%.o,infer.cu card.cu emulate.cpp)
 	$(CXX) -Wl,--wrap=cudaMalloc $^ -o $@ $(LIBS)
 
-$(BUILD)/emulated/%.cu.o: %.cu Makefile
+$(BUILD)/emulated/%.cu.o: $(BUILD)/emulated/%.cu $(addprefix $(BUILD)/emulated/,$(EMULATED_CUH))
+	$(CXX) $(EMULATED_FLAGS) -include tests/emulated/emulate.h -x c++ -c $< -o $@
+
+$(addprefix $(BUILD)/emulated/,infer.cu card.cu $(EMULATED_CUH)): $(BUILD)/emulated/%: % Makefile
 	@mkdir -p $(@D)
-	sed -E $(AS_CPP) $< >$(BUILD)/emulated/$*.cpp
-	$(CXX) $(EMULATED_FLAGS) -include tests/emulated/emulate.h -c $(BUILD)/emulated/$*.cpp -o $@
+	sed -E $(AS_CPP) $< >$@
 
 $(BUILD)/emulated/emulate.cpp.o: tests/emulated/emulate.cpp Makefile
 	@mkdir -p $(@D)
@@ -144,7 +148,7 @@ install: all ## into DESTDIR and PREFIX, /usr/local
 	install -m 755 infer $(DESTDIR)$(PREFIX)/bin/
 	install -m 644 commands/infer.1 $(DESTDIR)$(PREFIX)/share/man/man1/
 
-COUNTED = $(wildcard *.c *.h *.cu *.cuh $(foreach room,$(ROOMS) fast,$(room)/*.[ch] $(room)/*.cuh))
+COUNTED = $(wildcard *.c *.h *.cu *.cuh $(foreach room,$(ROOMS),$(room)/*.[ch] $(room)/*.cuh))
 FORMATTED = $(COUNTED) $(wildcard tests/*.[ch] tests/emulated/*)
 format: ## clang-format
 	clang-format -i $(FORMATTED)

@@ -109,47 +109,19 @@ static double cuda_flat_read(void *state, uint64_t bytes) {
     return ms[times / 2] / 1e3 * ((double)bytes / once);
 }
 
-/* ---- encodings on the card ---- */
+/* ---- loading the weights ---- */
 
-/* For each Type, in their order, the encoding on the card that holds the same codes. */
-/* clang-format off */
-constexpr Type card_types[] = {
-    BF16, F16, F32, MXFP4,
-    BF16, Q6_K,                   /* E8M0, which no matrix has; NVFP4 */
-    FP8, Q8_0,                    /* FP8, INT8 */
-    PACKED4, PACKED8,             /* PACKED4, PACKED8 */
-    PACKED4, PACKED8, PACKED4,    /* GPTQ4, GPTQ8, AWQ4 */
-    Q8_0, Q4_1, Q4_1, Q6_K, Q5_K, /* Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 */
-    Q5_K, Q6_K, Q4_1, Q5_K, Q6_K, /* Q2_K to Q6_K */
-    Q8_0, Q8_0, MXFP4};           /* IQ4_NL, IQ4_XS, GGUF_MXFP4 */
-/* clang-format on */
-static_assert(sizeof card_types / sizeof *card_types == GGUF_MXFP4 + 1, "card_types lacks a Type");
-/* The encoding on the card for a Linear. It is bf16 if the columns of a word do not share a scale, or if rows end
- * inside a word: the missing codes are zero bytes, which are weights of 0 in FP8 only. If rows become columns (as in
- * Rows), there are no codes. */
+/* The type on the card for a Linear. If rows become columns (as in Rows), there are no codes. */
 static Type card_type(const Linear &w, bool columns) {
     if (columns) return w.type == F16 ? F16 : BF16;
-    auto fits = [&](Type t) {
-        const int word = CHUNK / chunk_words(t);
-        return std::all_of(w.each, w.each + w.n, [](const Stored &one) { return !one.group; }) &&
-               (t == FP8 || w.cols % word == 0) && (w.scale.cols >= w.cols || w.scale.cols % word == 0);
-    };
-    Type to = card_types[w.type];
-    if (w.type == INT8 && w.zero.rows) to = PACKED8;
-    if (to == PACKED4 && !fits(to)) to = Q4_1;
-    return is_coded(to) && !fits(to) ? BF16 : to;
+    return w.type < FIRST_ROOM_TYPE ? w.type : coded_type(w);
 }
-/* One encoding for Linears that share a Matrix. */
+/* One type for Linears that share a Matrix. */
 static Type common_type(Type a, Type b) {
-    /* Q5_K can hold what is in_six(), PACKED8 what is in_eight() */
-    auto in_six = [](Type t) { return t == Q4_1 || t == Q5_K || t == Q6_K; };
-    auto in_eight = [&](Type t) { return in_six(t) || t == Q8_0 || t == PACKED8; };
     if (a == b) return a;
-    if (in_eight(a) && in_eight(b)) return in_six(a) && in_six(b) ? Q5_K : PACKED8;
+    if (is_coded(a) && is_coded(b)) return common_code(a, b);
     return a == F32 || b == F32 ? F32 : BF16;
 }
-
-/* ---- loading them ---- */
 
 /* A part of one matrix of a Linear. `from` lies on the card and counts rows and columns of the whole matrix. */
 struct Source {
@@ -159,138 +131,6 @@ struct Source {
     int row, rows, column, columns; /* what is here */
     int matrix;                     /* which of the Matrix's */
 };
-
-/* Packs two e4m3 values so that few operations turn them into bf16. The first has its bits where bf16 has them. The
- * second has its sign four bits below that place, its next three bits four above, and its last four bits four below. */
-static __device__ uint16_t fp8_pair(uint32_t first, uint32_t second) {
-    return (first & 0x80) << 8 | (first & 0x7F) << 4 | (second & 0x80) << 4 | (second & 0x70) << 8 | second & 15;
-}
-static __device__ uint32_t half_and_bf16(float a, float b) {
-    return __half_as_ushort((f16)a) | (uint32_t)__bfloat16_as_ushort((bf16)b) << 16;
-}
-/* Stores four neighbouring weights of a row, and the word of their columns, where code_place() and word_place() say. */
-static __device__ void place_codes(const Source &s, const Matrix &m, int row, int to, int c, const Weight (&w)[4]) {
-    uint8_t *chunk = m.chunk(s.matrix, to, c, coded_chunk(m.type)),
-            *at = chunk + code_place(m.type, to % TILE, c % CHUNK) / 8;
-    const bool whole = s.linear.type != NVFP4; /* else multiples of 1/2, which are doubled */
-    float a = whole ? w[0].a : w[0].a / 2, b = w[0].b + a * (s.info.zero - w[0].zero);
-    const int bits = code_bits(m.type), middle = 1 << (bits - 1);
-    const bool constant = has_offset(m.type) && (float)(f16)a == 0; /* b takes the place of a */
-    int code[4];
-    for (int i = 0; i < 4; i++)
-        code[i] = constant        ? middle
-                  : m.type == FP8 ? s.from.data.data[row * s.from.data.stride + c + i]
-                                  : (int)(whole ? w[i].q : 2 * w[i].q) - s.info.zero + middle;
-    if (m.type == FP8)
-        ((uint16_t *)at)[0] = fp8_pair(code[0], code[2]), ((uint16_t *)at)[1] = fp8_pair(code[1], code[3]);
-    else if (bits == 8)
-        for (int i = 0; i < 4; i++) at[i % 2 * 2 + i / 2] = code[i];
-    else
-        for (int i = 0; i < 2; i++) at[i * 2] = code[i] & 15 | code[i + 2] >> (bits - 4) << 4;
-    if (bits == 6)
-        for (int i = 0; i < 4; i++) { /* other threads store other bits of the word */
-            const int place = rest_place(to % TILE, c % CHUNK + i), rest = i < 2 ? code[i] >> 4 : code[i] & 3;
-            atomicOr((uint32_t *)chunk + place / 32, (uint32_t)rest << place % 32);
-        }
-    if (c % (CHUNK / chunk_words(m.type))) return;
-    void *scale = chunk + word_place(m.type, to % TILE, c % CHUNK);
-    if (constant) a = b;
-    const float unit = (float)(f16)a, offset = unit ? b / unit / 64 : 0;
-    uint32_t word = has_offset(m.type) || m.type == Q6_K ? half_and_bf16(a, offset) : float_bits(a);
-    if (m.type == PACKED4) word = word & ~15u | (uint32_t)w[0].zero;
-    memcpy(scale, &word, word_bytes(m.type)); /* of Q6_K only the half */
-}
-/* One thread packs four columns of a row. A NaN sets *bad. */
-static __global__ void place_weights(Source s, Matrix m, Rows rows, int *bad) {
-    const int each = (s.columns + 3) / 4;
-    const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
-    const int row = s.row + (int)(i / each), c = s.column + (int)(i % each) * 4, to = rows.of(row);
-    if (row >= s.row + s.rows) return;
-    uint8_t *matrix = m.data + s.matrix * m.bytes;
-    Weight w[4] = {};
-    for (int k = 0; k < 4 && c + k < s.column + s.columns; k++) {
-        w[k] = weight_at(&s.linear, s.info, &s.from, row, c + k);
-        const float value = w[k].a * (w[k].q - w[k].zero) + w[k].b;
-        const size_t place = rows.columns ? (size_t)(c + k) * m.stride + to : (size_t)to * m.stride + c + k;
-        if (isnan(value)) *bad = 1;
-        if (m.type == BF16) ((bf16 *)matrix)[place] = (bf16)value;
-        if (m.type == F16) ((f16 *)matrix)[place] = (f16)value;
-        if (m.type == F32) ((float *)matrix)[place] = value;
-    }
-    if (is_coded(m.type)) place_codes(s, m, row, to, c, w);
-}
-/* Packs sixteen e2m1 values: see FP4_MASK. */
-static __device__ void fp4_pack(const uint8_t (&nibble)[16], uint32_t (&word)[2]) {
-    uint32_t rest = 0;
-    word[0] = word[1] = 0;
-    for (int i = 0; i < 16; i++) {
-        uint32_t value = (nibble[i] >> 3 << 15 | (nibble[i] & 7) << 6) << i % 2 * 16;
-        switch (i / 2 % 4) {
-        case 0: word[i / 8] |= value; break;
-        case 1: word[i / 8] |= __funnelshift_l(value, value, 6); break;
-        case 2: word[i / 8] |= value >> 4; break;
-        default: rest |= i / 8 ? value >> 6 : __funnelshift_l(value, value, 4);
-        }
-    }
-    for (uint32_t bit = 1; bit; bit <<= 1) { /* from the lowest on, because the sum carries */
-        uint32_t wrong = (word[0] + 4 * word[1] ^ rest) & bit;
-        if (bit & FP4_REST) word[0] |= wrong;
-        if (bit & FP4_REST << 2) word[1] |= wrong >> 2;
-    }
-}
-/* The same for MXFP4. One thread packs a block of 32 columns. */
-static __global__ void place_fp4(Source s, Matrix m, Rows rows, int *bad) {
-    const int each = s.columns / 32, i = blockIdx.x * blockDim.x + threadIdx.x;
-    const int row = s.row + i / each, b = i % each, to = rows.of(row), g = to % 8, high = to / 8 % 2;
-    if (row >= s.row + s.rows) return;
-    const bool gguf = s.linear.type == GGUF_MXFP4; /* its scale comes first, and weights i and i + 16 share a byte */
-    const uint8_t *block = s.from.data.data + row * s.from.data.stride + b * (gguf ? 17 : 16);
-    const uint8_t scale = gguf ? *block++ : s.from.scale.data[row * s.from.scale.stride + b];
-    uint8_t *chunk = m.chunk(s.matrix, to, b * 32, FP4_CHUNK);
-    if (scale > MAX_FP4_SCALE) *bad = 1; /* 255 is NaN */
-    chunk[512 + g * 4 + high * 2 + b % 2] = scale + FP4_SCALE;
-    for (int half = 0; half < 2; half++) {
-        uint8_t nibble[16];
-        uint32_t word[2];
-        for (int k = 0; k < 16; k++) nibble[k] = gguf ? block[k] >> half * 4 & 15 : nibble_at(block, half * 16 + k);
-        fp4_pack(nibble, word);
-        *(uint2 *)(chunk + (g * 4 + b % 2 * 2 + half) * 16 + high * 8) = make_uint2(word[0], word[1]);
-    }
-}
-/* Random weights of about 1 / sqrt(cols). One thread a word. */
-static __global__ void make_up(Matrix m, uint32_t seed) {
-    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < m.bytes * m.n / 4;
-         i += (size_t)gridDim.x * blockDim.x) {
-        uint32_t bits = ((uint32_t)i ^ seed) * 2654435761u;
-        bits = (bits ^ bits >> 15) * 2246822519u;
-        bits ^= bits >> 13;
-        const float most = sqrtf(3.f / m.cols) / 32768, low = (int16_t)bits * most, high = (int16_t)(bits >> 16) * most;
-        if (m.type == F32) { /* uniform, as F16 and BF16 */
-            ((float *)m.data)[i] = low;
-        } else if (m.type == F16) {
-            ((__half2 *)m.data)[i] = __floats2half2_rn(low, high);
-        } else if (m.type == BF16) {
-            ((__nv_bfloat162 *)m.data)[i] = __floats2bfloat162_rn(low, high);
-        } else if (m.type == MXFP4) { /* all e2m1 values are equally likely: root mean square 2.93; one scale */
-            uint32_t scale = 127 + FP4_SCALE - (uint32_t)rintf(log2f(2.93f * sqrtf(m.cols)));
-            ((uint32_t *)m.data)[i] = i * 4 % FP4_CHUNK < 512 ? bits : scale * 0x01010101;
-        } else { /* all codes are equally likely, but e4m3 has no NaN, and 0 of PACKED4 becomes 8, for a mean of 0 */
-            const int b = code_bits(m.type);
-            const float a = 1 / sqrtf(m.cols) / (m.type == FP8 ? 68.5f : b == 8 ? 73.9f : b == 6 ? 18.5f : 4.6f);
-            uint32_t word = has_offset(m.type) ? half_and_bf16(a, 1.f / 128) : float_bits(a);
-            if (m.type == Q6_K) word = half_and_bf16(a, 0) * 0x00010001;
-            if (m.type == FP8) bits &= ~0x00880088u;
-            if (m.type == PACKED4) bits |= (~(bits | bits >> 1 | bits >> 2 | bits >> 3) & 0x11111111) * 8;
-            if (m.type == PACKED4) word = word & ~15u | 8;
-            ((uint32_t *)m.data)[i] = i * 4 % coded_chunk(m.type) < codes_bytes(m.type) ? bits : word;
-        }
-    }
-}
-
-/* Columns of a line in a file; 0: a line is a row. */
-static int line_columns(Type type) {
-    return type == AWQ4 ? 1 : type == GPTQ4 || type == GPTQ8 ? types[type].values : 0;
-}
 
 #ifndef PIECE_BYTES /* read at once; tests give fewer, so that small matrices come in pieces too */
 #define PIECE_BYTES (16 << 20)
@@ -324,6 +164,125 @@ struct Upload {
     bool read(Error *e);
     bool run(Error *e);
 };
+
+/* Gives every weight its place on the card. Without `upload` it only counts bytes; with it, it also copies arrays of
+ * floats and lists the Linears to read. */
+struct Walk {
+    struct Part { /* a Linear in a Matrix; half and columns as in Rows */
+        const Linear &from;
+        const char *name;
+        int half = 0;
+        bool columns = false;
+        Type type = card_type(from, columns);
+    };
+    Gpu *gpu;
+    Upload *upload = NULL;
+    Plan plan = {gpu->memory, 0};
+    int layer = -1; /* its number, or -1 for embedding and head */
+    cudaError_t error = cudaSuccess;
+
+    float *put(const std::vector<float> &values) {
+        float *to = plan.take<float>(values.size());
+        const size_t bytes = values.size() * sizeof(float);
+        if (upload && !error) error = cudaMemcpy(to, values.data(), bytes, cudaMemcpyHostToDevice);
+        return to;
+    }
+    float *floats(const float *from, size_t n, int half = 0) { /* (n), or NULL */
+        const Rows place = {0, 1, half};
+        std::vector<float> dealt(from ? n : 0);
+        for (size_t i = 0; i < dealt.size(); i++) dealt[place.of(i)] = from[i];
+        return from ? put(dealt) : NULL;
+    }
+    Matrix matrix(std::initializer_list<Part> parts, int step = 1);
+    cudaError_t all();
+};
+
+#define LOADS
+#include "extensions.cuh"
+
+/* ---- kernels that place them ---- */
+
+/* One thread packs four columns of a row. A NaN sets *bad. */
+static __global__ void place_weights(Source s, Matrix m, Rows rows, int *bad) {
+    const int each = (s.columns + 3) / 4;
+    const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+    const int row = s.row + (int)(i / each), c = s.column + (int)(i % each) * 4, to = rows.of(row);
+    if (row >= s.row + s.rows) return;
+    uint8_t *matrix = m.data + s.matrix * m.bytes;
+    Weight w[4] = {};
+    for (int k = 0; k < 4 && c + k < s.column + s.columns; k++) {
+        w[k] = any_weight_at(&s.linear, s.info, &s.from, row, c + k);
+        const float value = w[k].a * (w[k].q - w[k].zero) + w[k].b;
+        const size_t place = rows.columns ? (size_t)(c + k) * m.stride + to : (size_t)to * m.stride + c + k;
+        if (isnan(value)) *bad = 1;
+        if (m.type == BF16) ((bf16 *)matrix)[place] = (bf16)value;
+        if (m.type == F16) ((f16 *)matrix)[place] = (f16)value;
+        if (m.type == F32) ((float *)matrix)[place] = value;
+    }
+    if (is_coded(m.type)) place_codes(s, m, row, to, c, w);
+}
+/* Packs sixteen e2m1 values: see FP4_MASK. */
+static __device__ void fp4_pack(const uint8_t (&nibble)[16], uint32_t (&word)[2]) {
+    uint32_t rest = 0;
+    word[0] = word[1] = 0;
+    for (int i = 0; i < 16; i++) {
+        uint32_t value = (nibble[i] >> 3 << 15 | (nibble[i] & 7) << 6) << i % 2 * 16;
+        switch (i / 2 % 4) {
+        case 0: word[i / 8] |= value; break;
+        case 1: word[i / 8] |= __funnelshift_l(value, value, 6); break;
+        case 2: word[i / 8] |= value >> 4; break;
+        default: rest |= i / 8 ? value >> 6 : __funnelshift_l(value, value, 4);
+        }
+    }
+    for (uint32_t bit = 1; bit; bit <<= 1) { /* from the lowest on, because the sum carries */
+        uint32_t wrong = (word[0] + 4 * word[1] ^ rest) & bit;
+        if (bit & FP4_REST) word[0] |= wrong;
+        if (bit & FP4_REST << 2) word[1] |= wrong >> 2;
+    }
+}
+/* The same for MXFP4. One thread packs a block of 32 columns. */
+static __global__ void place_fp4(Source s, Matrix m, Rows rows, int *bad) {
+    const int each = s.columns / 32, i = blockIdx.x * blockDim.x + threadIdx.x;
+    const int row = s.row + i / each, b = i % each, to = rows.of(row), g = to % 8, high = to / 8 % 2;
+    if (row >= s.row + s.rows) return;
+    const bool whole = s.info.bytes == 17; /* a block begins with its scale, and weights i and i + 16 share a byte */
+    const uint8_t *block = s.from.data.data + row * s.from.data.stride + b * s.info.bytes;
+    const uint8_t scale = whole ? *block++ : s.from.scale.data[row * s.from.scale.stride + b];
+    uint8_t *chunk = m.chunk(s.matrix, to, b * 32, FP4_CHUNK);
+    if (scale > MAX_FP4_SCALE) *bad = 1; /* 255 is NaN */
+    chunk[512 + g * 4 + high * 2 + b % 2] = scale + FP4_SCALE;
+    for (int half = 0; half < 2; half++) {
+        uint8_t nibble[16];
+        uint32_t word[2];
+        for (int k = 0; k < 16; k++) nibble[k] = whole ? block[k] >> half * 4 & 15 : nibble_at(block, half * 16 + k);
+        fp4_pack(nibble, word);
+        *(uint2 *)(chunk + (g * 4 + b % 2 * 2 + half) * 16 + high * 8) = make_uint2(word[0], word[1]);
+    }
+}
+/* Random weights of about 1 / sqrt(cols). One thread a word. */
+static __global__ void make_up(Matrix m, uint32_t seed) {
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < m.bytes * m.n / 4;
+         i += (size_t)gridDim.x * blockDim.x) {
+        uint32_t bits = ((uint32_t)i ^ seed) * 2654435761u;
+        bits = (bits ^ bits >> 15) * 2246822519u;
+        bits ^= bits >> 13;
+        const float most = sqrtf(3.f / m.cols) / 32768, low = (int16_t)bits * most, high = (int16_t)(bits >> 16) * most;
+        if (m.type == F32) { /* uniform, as F16 and BF16 */
+            ((float *)m.data)[i] = low;
+        } else if (m.type == F16) {
+            ((__half2 *)m.data)[i] = __floats2half2_rn(low, high);
+        } else if (m.type == BF16) {
+            ((__nv_bfloat162 *)m.data)[i] = __floats2bfloat162_rn(low, high);
+        } else if (m.type == MXFP4) { /* all e2m1 values are equally likely: root mean square 2.93; one scale */
+            uint32_t scale = 127 + FP4_SCALE - (uint32_t)rintf(log2f(2.93f * sqrtf(m.cols)));
+            ((uint32_t *)m.data)[i] = i * 4 % FP4_CHUNK < 512 ? bits : scale * 0x01010101;
+        } else {
+            ((uint32_t *)m.data)[i] = made_up_word(m, i, bits);
+        }
+    }
+}
+
+/* ---- reading them ---- */
 
 void Upload::add(const Linear &w, const Matrix &to, Rows place, int layer, const char *name) {
     const View &data = w.each->data;
@@ -451,38 +410,6 @@ bool Upload::run(Error *e) {
 
 /* ---- the walk over all weights ---- */
 
-/* Gives every weight its place on the card. Without `upload` it only counts bytes; with it, it also copies arrays of
- * floats and lists the Linears to read. */
-struct Walk {
-    struct Part { /* a Linear in a Matrix; half and columns as in Rows */
-        const Linear &from;
-        const char *name;
-        int half = 0;
-        bool columns = false;
-        Type type = card_type(from, columns);
-    };
-    Gpu *gpu;
-    Upload *upload = NULL;
-    Plan plan = {gpu->memory, 0};
-    int layer = -1; /* its number, or -1 for embedding and head */
-    cudaError_t error = cudaSuccess;
-
-    float *put(const std::vector<float> &values) {
-        float *to = plan.take<float>(values.size());
-        const size_t bytes = values.size() * sizeof(float);
-        if (upload && !error) error = cudaMemcpy(to, values.data(), bytes, cudaMemcpyHostToDevice);
-        return to;
-    }
-    float *floats(const float *from, size_t n, int half = 0) { /* (n), or NULL */
-        const Rows place = {0, 1, half};
-        std::vector<float> dealt(from ? n : 0);
-        for (size_t i = 0; i < dealt.size(); i++) dealt[place.of(i)] = from[i];
-        return from ? put(dealt) : NULL;
-    }
-    Matrix matrix(std::initializer_list<Part> parts, int step = 1);
-    cudaError_t all();
-};
-
 /* A Matrix of the parts that the model has: one below the other or, with step 2, the rows of two in turn. */
 Matrix Walk::matrix(std::initializer_list<Part> parts, int step) {
     Matrix to = {};
@@ -529,7 +456,6 @@ cudaError_t Walk::all() {
     for (layer = 0; layer < m.n_layers; layer++) {
         const Layer &l = m.layer[layer];
         DeviceLayer *d = &device->layer[layer];
-        const Part q = {l.q, "query", half}, low = {l.q_a, "query, low rank"};
         d->window = l.window, d->cos_sin = gpu->work.cos_sin[l.rope - m.rope];
         d->attn_norm = floats(l.attn_norm, m.dim);
         d->attn_post_norm = floats(l.attn_post_norm, m.dim);
@@ -538,12 +464,10 @@ cudaError_t Walk::all() {
         d->q_norm = floats(l.q_norm, m.head_dim, half);
         d->k_norm = floats(l.k_norm, m.head_dim, half);
         d->sinks = floats(l.sinks, m.n_heads);
-        d->qkv = matrix({l.q_a.rows ? low : q, {l.kv_a, "latent"}, {l.k, "key", half}, {l.v, "value"}});
-        d->q_a_norm = floats(l.q_a_norm, l.q_a.rows);
-        d->kv_a_norm = floats(l.kv_a_norm, m.kv_rank);
-        if (l.q_a.rows) d->q = matrix({q});
-        d->k_up = matrix({{l.k_up, "key of latent", 0, !m.k_up_transposed}});
-        d->v_up = matrix({{l.v_up, "value of latent"}});
+        if (m.kv_rank)
+            load_latent(this, l, d);
+        else
+            d->qkv = matrix({{l.q, "query", half}, {l.k, "key", half}, {l.v, "value"}});
         d->o = matrix({{l.o, "attention output"}});
         d->router = matrix({{l.router, "router"}});
         d->choice_bias = floats(l.choice_bias, m.n_experts);
@@ -559,7 +483,8 @@ cudaError_t Walk::all() {
     layer = -1;
     device->norm = floats(m.norm, m.dim);
     Part embed = {m.embed, "embedding"};
-    if (embed.type == MXFP4 || embed.type == FP8 || embed.type == PACKED4) embed.type = BF16; /* see weight_of() */
+    if (embed.type == MXFP4 || (is_coded(embed.type) && !reads_one(embed.type)))
+        embed.type = BF16; /* see weight_of() */
     device->embed = matrix({embed});
     device->head = m.head.each == m.embed.each ? device->embed : matrix({{m.head, "head"}});
     gpu->lean &= device->head.type != F32;
@@ -627,20 +552,7 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     w.projected = p.take<float>(T * widest);
     const size_t heads_of = T * m.n_heads; /* pairs of token and head */
     w.q = p.take<uint8_t>(heads_of * (m.kv_rank ? cache_row(w) : m.head_dim) * element);
-    if (m.kv_rank) {
-        w.q_low_pitch = round(m.layer[0].q.cols), w.nope_pitch = round(m.head_dim - m.rope_dim);
-        w.latent_pitch = round(m.kv_rank);
-        w.q_low = p.take<uint8_t>(T * w.q_low_pitch * 2);
-        w.q_nope = p.take<uint8_t>(heads_of * w.nope_pitch * 2);
-        w.latents = p.take<uint8_t>(heads_of * w.latent_pitch * 2);
-        w.head_order = p.take<int>(heads_of);
-        w.head_job = p.take<Job>(m.n_heads * (T / 8 + 1));
-        w.head_jobs = p.take<int>(1);
-        /* tokens * parts of a step whose contexts are split, and the same times splits: see fill_step() */
-        const int tokens = MAX_DECODE * latent_parts(m.n_heads), split = 4 * gpu->sms;
-        contexts = has_latent_kernel(w) ? std::max(tokens, split) : 0;
-        partial = contexts ? (size_t)std::max(tokens * MAX_SPLITS, split) * LATENT_HEADS * (m.kv_rank + 2) : 0;
-    }
+    if (m.kv_rank) plan_latent(gpu, &p, &contexts, &partial);
     w.attn = p.take<uint8_t>((T * w.attn_pitch + CHUNK) * element);
     w.act_out = p.take<uint8_t>(choices * w.act_pitch * element);
     w.down = p.take<float>(router ? choices * m.dim : post ? T * m.dim : 0);
@@ -707,16 +619,12 @@ static bool check_model(const Model &m, Error *e) {
     if (!m.kv_rank && m.n_heads / m.n_kv_heads > 64) /* rows of attention_tiled with heads of 256 */
         return fail(e, BAD_MODEL, "%d query heads for each key/value head are more than 64", m.n_heads / m.n_kv_heads);
     if (m.dim > MAX_DIM) return fail(e, BAD_MODEL, "a hidden size of %d is more than %d", m.dim, MAX_DIM);
-    const bool even = m.head_dim % 2 == 0 && m.kv_rank % 2 == 0 && m.layer[0].q_a.rows % 2 == 0; /* pairs are aligned */
-    if (m.kv_rank ? !m.neighbours || !even || m.n_heads * m.v_dim % 8 : m.v_dim != m.head_dim)
-        return fail(e, BAD_MODEL, "heads of %d and %d with latents of %d are not implemented", m.head_dim, m.v_dim,
-                    m.kv_rank);
+    if (m.kv_rank && !check_latent(m, e)) return false;
+    if (!m.kv_rank && m.v_dim != m.head_dim)
+        return fail(e, BAD_MODEL, "heads of %d and %d are not implemented", m.head_dim, m.v_dim);
     if (m.dim % 4) return fail(e, BAD_MODEL, "a hidden size of %d is not a multiple of 4", m.dim);
     for (int i = 0; i < m.n_layers; i++) {
         const Layer &l = m.layer[i];
-        for (const Linear *w : {&l.q_a, &l.q, &l.kv_a, &l.k_up, &l.v_up})
-            if (l.kv_a.rows && w->type == F32)
-                return fail(e, BAD_MODEL, "layer %d: latent attention in F32 is not implemented", i);
         if (l.gate.rows % 2 || l.shared_gate.rows % 2)
             return fail(e, BAD_MODEL, "layer %d: an odd intermediate size is not implemented", i);
         if (l.router.rows && (l.gate.type == F32 || l.up.type == F32 || l.down.type == F32))

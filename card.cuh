@@ -18,65 +18,24 @@ typedef __half f16;
 
 constexpr int TILE = 16;  /* rows of a matrix that a warp multiplies at once: m of mma.m16n8k16 ... */
 constexpr int CHUNK = 64; /* ... and columns of them that it reads at once */
-/* Of Encoding<MXFP4> in encodings.cuh: bytes of a chunk, what is added to a scale, the max scale. */
+/* Of Encoding<MXFP4> in infer.cu: bytes of a chunk, what is added to a scale, the max scale. */
 constexpr int FP4_CHUNK = 544, FP4_SCALE = 26, MAX_FP4_SCALE = 154;
 /* Sixteen e2m1 values are packed in two words so that few operations turn them into bf16 times 2^-126 (fp4_to_bf16 in
- * encodings.cuh; fp4_pack in card.cu is its inverse). A mask selects a pair of values, one in each half of the word:
+ * infer.cu; fp4_pack in card.cu is its inverse). A mask selects a pair of values, one in each half of the word:
  * the sign at bit 15, the magnitude at bits 8 to 6, the even column in the lower half. A word gives three pairs: masked
  * as it is, rotated right by 6, and shifted left by 4. That leaves 8 bits of each word free (FP4_REST). They are set so
  * that the first word plus four times the second, one multiply-add, gives the two pairs that are missing. */
 constexpr uint32_t FP4_MASK = 0x81C081C0, FP4_REST = 0x06030603;
 
-/* The encodings that kernels know besides BF16, F16, F32 and MXFP4: codes of 8, 6 or 4 bits, and for every 64, 32 or 16
- * columns of a row a word that scales them. The loader converts a file's other encodings to one of these, without loss,
- * but scales may become halves, and offsets of codes bf16:
- *
- *   FP8         of 64 columns  a float a                                      weight a q
- *   Q8_0        of 32          a float a                                      weight a q, q signed
- *   PACKED4     of 64          a float a whose lowest four bits are a zero z  weight a (q - z), q unsigned
- *   Q4_1        of 32          a half a and a bf16 o                          weight a (q + 64 o), q signed
- *   Q5_K        of 16          the same                                       q signed, 6 bits
- *   PACKED8     of 16          the same                                       q signed, 8 bits
- *   Q6_K        of 16          a half a                                       weight a q, q signed, 6 bits
- *
- * Signed codes lie there plus 8, 32 or 128, so none is negative. Kernels make bf16 of q / 64, to which they add o. */
-__host__ __device__ constexpr bool is_coded(Type t) {
-    return t == FP8 || t == PACKED4 || t == PACKED8 || t == Q4_1 || t == Q8_0 || t == Q5_K || t == Q6_K;
-}
-__host__ __device__ constexpr int code_bits(Type t) {
-    return t == PACKED4 || t == Q4_1 ? 4 : t == Q5_K || t == Q6_K ? 6 : 8;
-}
-__host__ __device__ constexpr int chunk_words(Type t) {
-    return t == Q5_K || t == Q6_K || t == PACKED8 ? 4 : t == Q8_0 || t == Q4_1 ? 2 : 1;
-}
-__host__ __device__ constexpr int word_bytes(Type t) { return t == Q6_K ? 2 : 4; }
-__host__ __device__ constexpr bool has_offset(Type t) { return t == Q4_1 || t == Q5_K || t == PACKED8; }
-__host__ __device__ constexpr int codes_bytes(Type t) { return TILE * CHUNK * code_bits(t) / 8; }
-__host__ __device__ constexpr int coded_chunk(Type t) { return codes_bytes(t) + TILE * chunk_words(t) * word_bytes(t); }
-/* Where the code of a row and column lies in a chunk of a tile (in bits), and where its word lies (in bytes). Lane 4g +
- * t of a warp has rows g and g + 8; of every 32 columns it has 8t to 8t + 7 or, if a word is for 16 columns, 4t to 4t +
- * 3 and 16 + 4t to 16 + 4t + 3. One mma takes four of them, number k. Two values for one register lie 16 bits apart.
- * Of a code of 6 bits the lower four lie there or, in the second pair, the upper four; rest_place() says where the
- * other two bits lie. */
-__host__ __device__ constexpr int code_place(Type t, int row, int column) {
-    const bool words_of_16 = chunk_words(t) == 4;
-    const int lane = row % 8 * 4 + (words_of_16 ? column % 16 / 4 : column % 32 / 8), pair = column % 4 / 2;
-    const int k = words_of_16 ? column / 16 : column / 32 * 2 + column % 8 / 4, second = column % 2;
-    return code_bits(t) == 8 ? row / 8 * 4096 + lane * 128 + k * 32 + pair * 8 + second * 16
-                             : lane * 128 + row / 8 * 64 + k / 2 * 32 + (k % 2 * 2 + pair) * 4 + second * 16;
-}
-__host__ __device__ constexpr int rest_place(int row, int column) {
-    const int lane = row % 8 * 4 + column % 16 / 4, pair = column % 4 / 2, k = column / 16, second = column % 2;
-    return TILE * CHUNK * 4 + lane * 64 + row / 8 * 32 + (k * 4 + 4 - pair * 2 + second * 16) % 32;
-}
-__host__ __device__ constexpr int word_place(Type t, int row, int column) {
-    const int words = chunk_words(t), word = (row % 8 * 2 + row / 8) * words + column * words / CHUNK;
-    return codes_bytes(t) + word * word_bytes(t);
-}
+/* Types of rooms lie on the card as codes of a few bits: a chunk of a tile takes coded_chunk() bytes, and chunk_words()
+ * words scale a row of it. */
+__host__ __device__ constexpr bool is_coded(Type t);
+__host__ __device__ constexpr int chunk_words(Type t);
+__host__ __device__ constexpr int coded_chunk(Type t);
 
 /* A Linear on the card: n matrices, with rows padded to whole tiles and columns to whole chunks with zero bytes, which
- * are weights of 0 (see card_type() in card.cu). What multiplies them may be any number, but no NaN. BF16, F16 and F32
- * lie row by row as in the file, other types tile by tile and inside a tile chunk by chunk. */
+ * are weights of 0. What multiplies them may be any number, but no NaN. BF16, F16 and F32 lie row by row as in the
+ * file, other types tile by tile and inside a tile chunk by chunk. */
 struct Matrix {
     uint8_t *data;
     float *bias; /* (n, rows) or NULL */
@@ -204,9 +163,6 @@ __host__ __device__ inline int head_parts(int group) { return (group + 7) / 8; }
 /* Latent attention: query heads of a block, and how many blocks share a token. */
 constexpr int LATENT_HEADS = 16;
 inline int latent_parts(int n_heads) { return (n_heads + LATENT_HEADS - 1) / LATENT_HEADS; }
-/* Are there kernels for latents of this size, as in all of DeepSeek's models? Others take attention_any(), in which
- * blocks share no context. */
-inline bool has_latent_kernel(const Work &w) { return w.kv_rank == 512 && w.rope_dim == 64; }
 /* Elements of a position and layer in the cache. */
 __host__ __device__ inline int cache_row(const Work &w) {
     return w.kv_rank ? w.kv_rank + w.rope_dim : 2 * w.n_kv_heads * w.head_dim;
@@ -290,6 +246,31 @@ int tile_tokens(const Pass *a);
 /* cuBLAS: y (tokens, rows; F32, or BF16 if there is no bias) = x (tokens, cols; x_pitch) W^T + bias, or added to y. */
 bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int tokens, bool add, void *y, int y_pitch,
                    Type y_type, Error *e);
+
+/* ---- sockets: what rooms do; extensions.cuh includes them, and answers for those that are missing ---- */
+
+struct Source;
+struct Walk;
+
+/* Types of rooms. For card.cu: the type on the card for a Linear, or for two that share a Matrix (BF16 if there is no
+ * other); can coded_weight() read this type; columns of a line in a file, 0: a line is a row. */
+Type coded_type(const Linear &w);
+Type common_code(Type a, Type b);
+bool reads_one(Type t);
+int line_columns(Type type);
+/* Stores four neighbouring weights of a row, and the word of their columns if they are its first. */
+__device__ inline void place_codes(const Source &s, const Matrix &m, int row, int to, int c, const Weight (&w)[4]);
+/* The i-th word of a Matrix of random weights, from random bits. */
+__device__ inline uint32_t made_up_word(const Matrix &m, size_t i, uint32_t bits);
+/* For infer.cu: a weight, and a matrix as bf16, in gpu->decoded. */
+__device__ inline float coded_weight(const Matrix &m, size_t row, int column);
+cudaError_t decode_matrix(const Gpu *gpu, const Matrix &m);
+
+/* Latent attention. check: what its kernels rely on. load: the matrices of a layer that plain attention has not. plan:
+ * lays out buffers; *contexts and *partial become those of Work's attended and partial. */
+bool check_latent(const Model &m, Error *e);
+void load_latent(Walk *walk, const Layer &l, DeviceLayer *d);
+void plan_latent(Gpu *gpu, Plan *p, size_t *contexts, size_t *partial);
 
 /* The annex, fast/. open: sets Gpu::wgmma if the annex knows the card, and makes Gpu::fast if it knows the model, too.
  * plan: lays out its buffers. prepare: fills them once the weights are loaded. */

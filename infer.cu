@@ -1,18 +1,19 @@
-/* infer.cu: the plain engine: every kernel, one for each step of a transformer block. It runs every family, every
- * encoding, any number of tokens, any card from sm_80 on. Begin at block(), which calls the kernels. Beside this file:
- * tests/reference.c computes the same by the same names in plain C; card.cuh says what lies on the card; card.cu brings
- * it there and submits steps; draw.cuh draws tokens from logits; fast/ is the annex, which takes over in part on
- * Hopper.
+/* infer.cu: the plain engine: every kernel that gpt-oss needs, one for each step of a transformer block, for any number
+ * of tokens on any card from sm_80 on. Begin at block(), which calls the kernels. Beside this file: tests/reference.c
+ * computes the same by the same names in plain C; card.cuh says what lies on the card; card.cu brings it there and
+ * submits steps; extensions.cuh includes the rooms, which have more encodings and attention of other models, and fast/,
+ * the annex, which takes over in part on Hopper.
  *
- *   1  small device functions      ptx.cuh: mma, loads, copies; sums
- *   2  encodings.cuh               how a lane reads weights and makes bf16 of them
+ *   1  small device functions      mma, loads, copies; sums
+ *   2  how a lane reads weights    Encoding: decoders of BF16, F16 and MXFP4
  *   3  the router's choice         choose (top-k), weigh
- *   4  products                    product (streams weights), product_tiled (many tokens), decode_to_bf16 (for cuBLAS)
+ *   4  products                    product (streams weights), product_tiled (many tokens)
  *   5  embedding, norm, experts    embed, norm, route, activate, combine
  *   6  attention                   RoPE, the cache, attention of few queries and of prompts
- *   7  latent attention            of DeepSeek: head_jobs, attention_latent, latent_store, latent_query
- *   8  draw.cuh                    from logits to a token
- *   9  one step                    launches, way_of, block, forward; tap.cuh
+ *   7  from logits to a token      filter, draw
+ *   8  launches                    launch, way_of, multiply
+ *   9  taps                        the stages of a step for tests
+ *  10  one step                    extensions.cuh; attend, experts, block, forward
  *
  * The residual stream is fp32. Products take bf16 and accumulate fp32 (f16 for F16 weights, fp32 throughout for F32).
  * The cache is bf16. A decode step is a chain of dependent kernels, so each kernel lets the next begin early
@@ -24,7 +25,110 @@
 
 constexpr float LOG2E = 1.4426950408889634f;
 
-#include "ptx.cuh" /* ---- 1 small device functions ---- */
+/* ---- 1 small device functions ---- */
+
+/* Instructions for which CUDA C++ has no words, or that the compiler would make slower. Without nvcc tests/emulated/
+ * has the same functions in C++, so that tests can run this file without a card. */
+#ifdef __CUDACC__
+
+/* Programmatic dependent launch: a kernel may begin before the previous one has ended. It may read that kernel's
+ * results only after wait_previous(). Before Hopper a kernel begins when the previous one has ended. */
+__device__ inline void launch_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ inline void wait_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* c (16, 8) += a (16, 16) b (16, 8). Lane 4g + t holds rows g and g + 8 of a and column g of b, both at t's four of the
+ * 16 inner indices, and rows g and g + 8, columns 2t and 2t + 1, of c. Which inner index is which does not matter as
+ * long as a and b agree. a0 and b0 are two of the four, a2 and b1 the others; a1 and a3 are a0 and a2 in row g + 8. */
+template <typename A>
+__device__ inline void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                           uint32_t b1) {
+    if constexpr (std::is_same_v<A, f16>)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+/* 16, 8 or 4 bytes of the card's memory, or zeros unless `real`. The condition is part of the asm: with an `if` around
+ * it the compiler copies the result to other registers, and so waits for it at once. load_weights() keeps nothing in
+ * L1, because weights are read once. Not ld.global.nc: the compiler may move such loads behind wait_previous(). */
+__device__ inline uint4 load_weights(const void *from, bool real) {
+    uint4 x;
+    asm volatile("{.reg .pred p; setp.ne.u32 p,%5,0; mov.b32 %0,0; mov.b32 %1,0; mov.b32 %2,0; mov.b32 %3,0;"
+                 "@p ld.global.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];}"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(from), "r"((int)real));
+    return x;
+}
+__device__ inline uint2 load_pair(const void *from, bool real) {
+    uint2 x;
+    asm volatile("{.reg .pred p; setp.ne.u32 p,%3,0; mov.b32 %0,0; mov.b32 %1,0;"
+                 "@p ld.global.L2::256B.v2.u32 {%0,%1},[%2];}"
+                 : "=r"(x.x), "=r"(x.y)
+                 : "l"(from), "r"((int)real));
+    return x;
+}
+__device__ inline uint32_t load_word(const void *from, bool real) {
+    uint32_t x;
+    asm volatile("{.reg .pred p; setp.ne.u32 p,%2,0; mov.b32 %0,0; @p ld.global.L2::256B.u32 %0,[%1];}"
+                 : "=r"(x)
+                 : "l"(from), "r"((int)real));
+    return x;
+}
+
+/* Copies 16 bytes to shared memory; only the first `bytes` are read, the others become 0. copies_end() closes a batch
+ * of copies; copies_done<n>() waits until at most the last n batches are still on the way. */
+__device__ inline void copy_16(void *to, const void *from, int bytes = 16) {
+    asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from),
+                 "r"(bytes)
+                 : "memory");
+}
+__device__ inline void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int BUT> __device__ inline void copies_done() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(BUT) : "memory");
+}
+
+__device__ inline float exp2_quick(float x) { /* for results that are rounded to bf16 */
+    asm("ex2.approx.ftz.f32 %0,%0;" : "+f"(x));
+    return x;
+}
+
+/* Four 8 by 8 matrices of 16 bits from shared memory. Lanes 8i to 8i + 7 say where the rows of the i-th are; lane 4g +
+ * t gets columns 2t and 2t + 1 of row g of each or, transposed, rows 2t and 2t + 1 of column g. */
+template <bool TRANSPOSED = false> __device__ inline uint4 load_matrices(const void *row) {
+    uint4 x;
+    const unsigned at = (unsigned)__cvta_generic_to_shared(row);
+    if constexpr (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
+                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                     : "r"(at)
+                     : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
+                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                     : "r"(at)
+                     : "memory");
+    return x;
+}
+
+/* 4 b + a in one instruction. */
+__device__ inline uint32_t times_4_plus(uint32_t b, uint32_t a) {
+    uint32_t x;
+    asm("mad.lo.u32 %0,%1,4,%2;" : "=r"(x) : "r"(b), "r"(a));
+    return x;
+}
+#endif
 
 /* mma() with a0 to a3 in one. */
 template <typename A> __device__ inline void mma(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1) {
@@ -116,7 +220,155 @@ __device__ inline bool last_block(int *arrived, int blocks) {
     return last;
 }
 
-#include "encodings.cuh" /* ---- 2 how a lane reads weights ---- */
+/* ---- 2 how a lane reads weights ---- */
+
+/* How a lane of a warp reads weights of a type and makes bf16 of them: here of BF16, F16 and MXFP4, in a room of any
+ * other type. card.cuh says how they lie on the card. card.cu brings them there: its card_type() says which type a
+ * file's type becomes.
+ *
+ * Lane 4g + t has sixteen columns of rows g and g + 8 of a chunk of a tile, eight that begin at column(t, 0) and eight
+ * that begin at column(t, 1), but where WORDS is 4 the second four of each lie 16 columns after the first. Raw is what
+ * it loads; decode() turns eight columns of both rows into bf16 (or f16), divided by FACTOR; eight() reads the same
+ * columns of x; multiply() adds the chunk's product with x, and x(n, half) says where a lane finds its columns of the
+ * n-th eight tokens. product_tiled and the annex's experts copy chunks to shared memory, in pieces of 16 bytes; read()
+ * fills Raw from there. column_for() in fast/prefill.cuh follows from column() and eight().
+ *
+ *   offset()  where a lane's weights of a tile's first chunk lie; those of chunk k lie k * STEP further on
+ *   piece()   the same for a piece, in the order of shared memory
+ *   PIECES    of a chunk of a tile
+ *   AHEAD     chunks that a lane requests ahead
+ *   MATRICES  product_tiled reads 16-bit weights and x with ldmatrix, which gives a lane other columns than column()
+ *   BLOCKS    of `product`, with 8 warps, that share a multiprocessor */
+template <Type T> struct Encoding;
+
+/* Where an eighth of a chunk of a row, 16 bytes, lies in shared memory. Eight lanes read together and touch all banks:
+ * ldmatrix reads the same eighth of eight rows, other loads four eighths of two. For those, eighth e of an odd row lies
+ * at e ^ 5, in the other half and of the other parity. A half's eighths 0 and 2, 1 and 3 stay 32 bytes apart, which
+ * eight() relies on. */
+template <bool MATRICES = false> __device__ inline int eighth_of(int row, int eighth) {
+    return row * CHUNK * 2 + (eighth ^ (MATRICES ? row % 8 : row % 2 * 5)) * 16;
+}
+/* Where columns (t, half) of row g begin in shared memory. */
+template <class E> __device__ inline int place_of(int lane, int half) {
+    const int column = E::column(lane % 4, half);
+    return eighth_of(lane / 4, column / 8) + column % 8 * 2;
+}
+/* multiply() for encodings that decode weights completely before they multiply. */
+template <class E, typename A> struct Decoded {
+    typedef A Activation;
+    template <int TILES, class Raw, class X>
+    __device__ static void multiply(float (&c)[TILES][4], const Raw &raw, const X &x) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint4 low, high;
+            E::decode(raw, half, low, high);
+#pragma unroll
+            for (int n = 0; n < TILES; n++) mma_eight<A>(c[n], low, high, eight(x(n, half)));
+        }
+    }
+    __device__ static uint4 eight(const void *x) { return *(const uint4 *)x; }
+};
+
+template <typename A> struct Encoding16 { /* rows as they stand in the file */
+    static constexpr float FACTOR = 1;
+    static constexpr int STEP = CHUNK * 2, PIECES = 128, BLOCKS = 2;
+    static constexpr bool MATRICES = true;
+    template <int TILES> static constexpr int AHEAD = TILES == 1 ? 4 : 2;
+    struct Raw {
+        uint4 low[2], high[2];
+    };
+    __device__ static int column(int t, int half) { return half * 32 + t * 8; }
+    __device__ static size_t offset(const Matrix &m, int tile, int lane) {
+        return ((size_t)(tile * TILE + lane / 4) * m.stride + column(lane % 4, 0)) * 2;
+    }
+    __device__ static size_t piece(const Matrix &m, int tile, int i) {
+        const int row = i / 8, eighth = i % 8 ^ row % 8; /* see eighth_of() */
+        return ((size_t)(tile * TILE + row) * m.stride + eighth * 8) * 2;
+    }
+    __device__ static void load(Raw &r, const Matrix &m, const uint8_t *from, bool real) {
+        const uint8_t *high = from + (size_t)8 * m.stride * 2;
+        for (int half = 0; half < 2; half++) {
+            r.low[half] = load_weights(from + half * 64, real);
+            r.high[half] = load_weights(high + half * 64, real);
+        }
+    }
+    /* A lane gets columns 2t and 2t + 1 of each eighth, the operands of mma. Rows read as load() reads them would have
+     * to be moved between registers: 253 moves for 64 mma. */
+    __device__ static void read(Raw &r, const uint8_t *chunk, int lane) {
+        for (int half = 0; half < 2; half++) {
+            const uint4 a = load_matrices(chunk + eighth_of<true>(lane % 16, half * 4 + lane / 16));
+            const uint4 b = load_matrices(chunk + eighth_of<true>(lane % 16, half * 4 + 2 + lane / 16));
+            r.low[half] = {a.x, a.z, b.x, b.z}, r.high[half] = {a.y, a.w, b.y, b.w};
+        }
+    }
+    __device__ static void decode(const Raw &r, int half, uint4 &low, uint4 &high) {
+        low = r.low[half], high = r.high[half];
+    }
+};
+template <> struct Encoding<BF16> : Encoding16<bf16>, Decoded<Encoding16<bf16>, bf16> {};
+template <> struct Encoding<F16> : Encoding16<f16>, Decoded<Encoding16<f16>, f16> {};
+
+struct Sixteen {
+    uint4 low, high; /* bf16 */
+};
+/* The sixteen e2m1 values of two words (see FP4_MASK in card.cuh) as bf16 times 2^-126, in the order of their columns.
+ * `rest` holds the fourth pair of each: the loader set their free bits to that end. */
+__device__ inline Sixteen fp4_to_bf16(uint32_t a, uint32_t b) {
+    const uint32_t m = FP4_MASK, rest = times_4_plus(b, a);
+    return {make_uint4(a & m, __funnelshift_r(a, a, 6) & m, a << 4 & m, __funnelshift_r(rest, rest, 4) & m),
+            make_uint4(b & m, __funnelshift_r(b, b, 6) & m, b << 4 & m, rest << 6 & m)};
+}
+
+/* A chunk of a tile is 544 bytes in one piece. First come 16 bytes of each lane: columns 16t to 16t + 15 of row g, then
+ * of row g + 8. Behind these 512 bytes lie, for each g, the scales of two blocks of 32 of row g and of two of row g +
+ * 8, each with FP4_SCALE added. bf16 cannot hold every value times its e8m0 scale, so decode() returns values 2^26 too
+ * small, and the finished sum is multiplied by FACTOR. */
+template <> struct Encoding<MXFP4> : Decoded<Encoding<MXFP4>, bf16> {
+    static constexpr float FACTOR = 0x1p26f;
+    static constexpr int STEP = FP4_CHUNK, PIECES = FP4_CHUNK / 16, BLOCKS = 4;
+    static constexpr bool MATRICES = false;
+    template <int TILES> static constexpr int AHEAD = 2;
+    struct Raw {
+        uint4 words;
+        uint32_t scales;
+    };
+    __device__ static int column(int t, int half) { return t * 16 + half * 8; }
+    __device__ static size_t offset(const Matrix &m, int tile, int lane) {
+        return (size_t)tile * (m.stride / CHUNK) * STEP + lane * 16;
+    }
+    __device__ static size_t piece(const Matrix &m, int tile, int i) { return offset(m, tile, i); }
+    __device__ static void load(Raw &r, const Matrix &, const uint8_t *from, bool real) {
+        int lane = threadIdx.x % 32;
+        r = {load_weights(from, real), load_word(from + 512 - lane * 16 + lane / 4 * 4, real)};
+    }
+    __device__ static void read(Raw &r, const uint8_t *chunk, int lane) {
+        r = {((const uint4 *)chunk)[lane], ((const uint32_t *)(chunk + 512))[lane / 4]};
+    }
+    __device__ static uint4 times(uint4 eight, uint32_t scale) {
+        /* the e8m0 scale as the exponents of a pair of bf16; plus 126 of fp4_to_bf16, minus 26 of FACTOR */
+        uint32_t factor = (scale + 126 - 26 - FP4_SCALE) * 0x00800080;
+        for (uint32_t *pair : {&eight.x, &eight.y, &eight.z, &eight.w}) {
+            __nv_bfloat162 x = __hmul2(*(__nv_bfloat162 *)pair, *(__nv_bfloat162 *)&factor);
+            *pair = *(uint32_t *)&x;
+        }
+        return eight;
+    }
+    __device__ static void decode(const Raw &r, int half, uint4 &low, uint4 &high) {
+        Sixteen row = fp4_to_bf16(r.words.x, r.words.y), row8 = fp4_to_bf16(r.words.z, r.words.w);
+        const uint32_t scales = r.scales >> threadIdx.x % 4 / 2 * 8; /* of this lane's block in row g, and in g + 8 */
+        low = times(half ? row.high : row.low, scales & 255);
+        high = times(half ? row8.high : row8.low, scales >> 16 & 255);
+    }
+};
+
+/* One weight of the embedding, for which card.cu makes bf16 of MXFP4. */
+__device__ inline float weight_of(const Matrix &m, size_t row, int column) {
+    const size_t at = row * m.stride + column;
+    if (m.type == F32) return ((const float *)m.data)[at];
+    if (m.type == F16) return (float)((const f16 *)m.data)[at];
+    if (m.type == BF16) return (float)((const bf16 *)m.data)[at];
+    return coded_weight(m, row, column);
+}
 
 /* ---- 3 the router's choice ---- */
 
@@ -587,25 +839,6 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES>::BLOCKS
         const float2 both = *(const float2 *)(sum + token * Shape::PITCH + pair);
         if (p.finish == ADD) target = target_of(p, job.expert, out, r);
         finish(p, target, out, r, both.x * E::FACTOR, both.y * E::FACTOR);
-    }
-}
-
-/* A Matrix as bf16, of the same stride, for cuBLAS. A warp takes a chunk of a tile. */
-template <Type T> __global__ void __launch_bounds__(256) decode_to_bf16(Matrix m, bf16 *to) {
-    typedef EncodingCoded<T> E;
-    const int lane = threadIdx.x % 32, chunks = m.stride / CHUNK, i = blockIdx.x * 8 + threadIdx.x / 32;
-    const int tile = i / chunks, chunk = i % chunks;
-    launch_next();
-    typename E::Raw raw;
-    E::load(raw, m, m.data + E::offset(m, tile, lane) + (size_t)chunk * E::STEP, tile < m.tiles());
-    wait_previous();
-    for (int high = 0; high < 2; high++) {
-        const int row = tile * TILE + lane / 4 + high * 8;
-        if (row >= m.rows) break;
-        for (int k = 0; k < 4; k++) {
-            const int column = chunk * CHUNK + E::column(lane % 4, k / 2) + k % 2 * (E::WORDS == 4 ? 16 : 4);
-            *(uint2 *)(to + (size_t)row * m.stride + column) = E::weights(raw, high, k);
-        }
     }
 }
 
@@ -1304,209 +1537,143 @@ __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer
             store_as(l.o.type, w.attn, (size_t)t * w.attn_pitch + h * d + i, sum[i] / total);
 }
 
-/* ---- 7 latent attention ---- */
+/* ---- 7 from logits to a token ---- */
 
-/* Latent attention (DeepSeek-AI, "DeepSeek-V2", 2024), absorbed: k_up^T multiplies the part of a query head without
- * RoPE, so that it can be compared with the cached latents; v_up turns their weighted sum into the head's result. Both
- * are products with a matrix for each head: a head takes an expert's place, and a choice is a token and a head. */
+/* Repetition penalty, temperature, top-k, top-p, min-p and the draw, with the operations of sampling.h, so that the
+ * same logits give the same token as in C. A row is a token whose logits are wanted: number s.row[row] of the step. */
 
-/* The jobs of these products, for all layers: up to `job_size` tokens of a head. A thread is a token and a head. */
-__global__ void __launch_bounds__(256) head_jobs(Work w, int tokens, int job_size) {
+/* Limits logits smoothly to between -cap and cap. */
+__global__ void __launch_bounds__(1024) cap_logits(Work w) {
     launch_next();
     wait_previous();
-    const int i = blockIdx.x * blockDim.x + threadIdx.x, head = i / tokens, t = i % tokens;
-    const int jobs = (tokens + job_size - 1) / job_size; /* of a head */
-    if (i == 0) *w.head_jobs = jobs * w.n_heads;
-    if (head >= w.n_heads) return;
-    w.head_order[i] = t * w.n_heads + head;
-    if (t % job_size == 0) w.head_job[head * jobs + t / job_size] = {head, i, min(job_size, tokens - t)};
+    const int id = blockIdx.x * blockDim.x + threadIdx.x;
+    float *logit = w.logits + (size_t)blockIdx.y * w.vocab + id;
+    if (id < w.vocab) *logit = capped(*logit, w.logit_cap);
 }
 
-/* Norms the results of q_a and kv_a for a token: the query of low rank goes to w.q_low, the latent to the cache, and
- * the rope key, after RoPE, to the cache too. One block a token. */
-__global__ void __launch_bounds__(256) latent_store(Work w, Step s, DeviceLayer l) {
+/* For each row with a repetition penalty, marks the tokens of its sequence. One block a row. */
+__global__ void __launch_bounds__(256) mark_seen(Work w, Step s) {
     launch_next();
     wait_previous();
-    const int t = blockIdx.x, p = s.position[t], d = cache_row(w);
-    const float *row = w.projected + (size_t)t * l.qkv.rows, *latent = row + l.qkv.rows - d;
-    bf16 *keys = cache_of(w, page_of(s, s.seq[t], p), 0, 0);
-    auto norm = [&](const float *x, const float *weight, int n, auto store) {
-        float square = 0;
-        for (int i = threadIdx.x; i < n; i += blockDim.x) square += x[i] * x[i];
-        const float factor = norm_factor(block_sum(square), n, w.eps);
-        for (int i = threadIdx.x; i < n; i += blockDim.x) store(i, x[i] * factor * weight[i]);
-    };
-    if (l.q_a_norm)
-        norm(row, l.q_a_norm, l.q.cols,
-             [&](int i, float x) { store_as(type_for(l.q), w.q_low, (size_t)t * w.q_low_pitch + i, x); });
-    norm(latent, l.kv_a_norm, w.kv_rank, [&](int i, float x) { keys[key_place(d, p, i)] = (bf16)x; });
-    if (threadIdx.x < 32)
-        norm_and_rope(w, cos_sin_of(w, l, p), latent + w.kv_rank, NULL, [&](int i, float2 x) {
-            *(uint32_t *)(keys + key_place(d, p, w.kv_rank + 2 * i)) = pack(x.x, x.y);
-        });
+    int row = blockIdx.x, seq = s.seq[s.row[row]], words = (w.vocab + 31) / 32;
+    if (s.how[seq].penalty == 1) return;
+    for (int i = threadIdx.x; i < words; i += blockDim.x) w.seen[(size_t)row * words + i] = 0;
+    __syncthreads();
+    for (int p = threadIdx.x; p <= s.position[s.row[row]]; p += blockDim.x) {
+        int id = w.page_token[(size_t)page_of(s, seq, p) * PAGE + p % PAGE];
+        atomicOr(&w.seen[(size_t)row * words + id / 32], 1u << id % 32);
+    }
 }
 
-/* Two values of a head's weighted sum of latents, from the i-th on. */
-__device__ inline void store_latent(const Work &w, const DeviceLayer &l, int t, int head, int i, float2 x) {
-    const size_t row = ((size_t)t * w.n_heads + head) * w.latent_pitch;
-    if (head < w.n_heads) store_pair_as(type_for(l.v_up), w.latents, row + i, x.x, x.y);
+/* The logit x of a token after penalty and temperature. */
+__device__ inline float scaled(const Work &w, const Sampling &how, int row, int id, float x) {
+    if (how.penalty != 1 && w.seen[(size_t)row * ((w.vocab + 31) / 32) + id / 32] >> id % 32 & 1)
+        x = penalize(x, how.penalty);
+    return how.temperature > 0 ? x / how.temperature : x;
 }
-/* Adds up the `partial` sums (splits, LATENT_HEADS, RANK + 2) of a token, by their shares (LATENT_HEADS, MAX_SPLITS),
- * which go to shared memory: a warp takes a head, a lane a split. */
-template <int RANK>
-__device__ inline void merge_latents(const Work &w, const DeviceLayer &l, const float *partial, int splits,
-                                     float *shares, int t, int head) {
-    static_assert(MAX_SPLITS == 32);
-    const int lane = threadIdx.x % 32, pitch = LATENT_HEADS * (RANK + 2);
-    for (int h = threadIdx.x / 32; h < LATENT_HEADS; h += blockDim.x / 32) {
-        const float *from = partial + lane * pitch + h * (RANK + 2);
-        const float max_score = lane < splits ? from[0] : NO_SCORE, total = lane < splits ? from[1] : 0;
-        float top = max_score;
-        for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
-        const float share = exp2f(max_score - top);
-        shares[h * MAX_SPLITS + lane] = share / warp_sum(share * total);
+__device__ inline float scaled(const Work &w, const Sampling &how, int row, int id) {
+    return scaled(w, how, row, id, w.logits[(size_t)row * w.vocab + id]);
+}
+
+/* The smallest scaled logit that top-k, top-p and min-p keep in the draw, to w.floor. Radix select finds it byte by
+ * byte of its order_key, from the highest: a bin for each value of the byte. One block a row. */
+__global__ void __launch_bounds__(1024) filter(Work w, Step s) {
+    __shared__ unsigned low[256], high[256], prefix, largest; /* low, high: halves of the 64-bit bins */
+    __shared__ unsigned long long above;                      /* what keys above the prefix add up to */
+    launch_next();
+    wait_previous();
+    int row = blockIdx.x, seq = s.seq[s.row[row]];
+    Sampling how = s.how[seq];
+    if (threadIdx.x == 0) largest = 0, w.floor[row] = -INFINITY;
+    __syncthreads();
+    if (how.temperature == 0 || (how.top_k <= 0 && how.top_p >= 1 && how.min_p <= 0)) return;
+    for (int i = threadIdx.x; i < w.vocab; i += blockDim.x) {
+        float x = scaled(w, how, row, i);
+        if (!isnan(x)) atomicMax(&largest, order_key(x));
     }
     __syncthreads();
-    for (int k = threadIdx.x; k < LATENT_HEADS * RANK / 2; k += blockDim.x) {
-        const int h = k / (RANK / 2), i = k % (RANK / 2) * 2;
-        float2 sum = {};
-#pragma unroll 16
-        for (int j = 0; j < splits; j++) {
-            const float2 x = *(const float2 *)(partial + j * pitch + h * (RANK + 2) + 2 + i);
-            sum.x += shares[h * MAX_SPLITS + j] * x.x, sum.y += shares[h * MAX_SPLITS + j] * x.y;
+    float max = key_value(largest), floor = -INFINITY;
+    for (int pass = 0; pass < 2; pass++) { /* top-k counts, top-p adds masses */
+        bool counts = pass == 0;
+        if (counts ? how.top_k <= 0 || how.top_k >= w.vocab : how.top_p >= 1) continue;
+        unsigned long long need = how.top_k;
+        if (threadIdx.x == 0) prefix = 0, above = 0;
+        for (int shift = 24; shift >= 0; shift -= 8) {
+            for (int i = threadIdx.x; i < 256; i += blockDim.x) low[i] = high[i] = 0;
+            __syncthreads();
+            unsigned fixed = shift == 24 ? 0 : ~0u << (shift + 8);
+            for (int i = threadIdx.x; i < w.vocab; i += blockDim.x) {
+                float x = scaled(w, how, row, i);
+                unsigned key = order_key(x);
+                if (isnan(x) || (key & fixed) != prefix || !(x >= floor)) continue;
+                unsigned long long add = counts ? 1 : mass(x, max);
+                unsigned bin = key >> shift & 255, before = atomicAdd(&low[bin], (unsigned)add),
+                         more = (unsigned)(add >> 32) + (before + (unsigned)add < before);
+                if (more) atomicAdd(&high[bin], more);
+            }
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                auto bin = [&](int i) { return (unsigned long long)high[i] << 32 | low[i]; };
+                if (!counts && shift == 24) {
+                    unsigned long long all = 0;
+                    for (int i = 0; i < 256; i++) all += bin(i);
+                    need = top_p_mass(all, how.top_p);
+                }
+                int digit = 255;
+                for (; digit > 0 && above + bin(digit) < need; digit--) above += bin(digit);
+                prefix |= (unsigned)digit << shift;
+            }
+            __syncthreads();
         }
-        store_latent(w, l, t, head + h, i, sum);
-    }
-}
-
-/* Attention over latents of RANK values and ROPE more. A block has a token (blockIdx.y), 16 of its query heads
- * (blockIdx.x) and a split of the context (blockIdx.z). 32 keys at a time pass through shared memory. A warp multiplies
- * a quarter of their dimensions by the queries, which stay in registers; all warps add up the scores and compute the
- * same softmax; then each sums a quarter of the values, which are the keys' first RANK dimensions. The last split to
- * finish merges the states of all. */
-template <int RANK, int ROPE> struct LatentShape {
-    static constexpr int D = RANK + ROPE, KEYS = 32, WARPS = 4, THREADS = WARPS * 32, ROWS = LATENT_HEADS;
-    static constexpr int STEPS = D / 16 / WARPS, VALUES = RANK / WARPS; /* of a warp: mma along a key, values */
-    static constexpr int STAGE = KEYS * D * 2, SHARED = 2 * STAGE + WARPS * ROWS * KEYS * 4; /* bytes */
-    static_assert(ROWS == 16 && D % 64 == 0 && RANK % 64 == 0 && SHARED <= 99 << 10);
-};
-template <int RANK, int ROPE>
-__global__ void __launch_bounds__(LatentShape<RANK, ROPE>::THREADS) attention_latent(Work w, Step s, DeviceLayer l) {
-    typedef LatentShape<RANK, ROPE> Shape;
-    constexpr int D = Shape::D, KEYS = Shape::KEYS, ROW = RANK + 2;
-    extern __shared__ __align__(128) uint8_t shared[]; /* two stages of keys; scores by warp */
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, part = lane % 4, matrix = lane / 8;
-    const int t = blockIdx.y, head = blockIdx.x * Shape::ROWS, split = blockIdx.z;
-    launch_next();
-    wait_previous();
-    const int seq = s.seq[t], p = s.position[t], pages = p / PAGE + 1, splits = splits_of(pages, gridDim.z);
-    if (split >= splits) return;
-    const int begin = pages * split / splits * PAGE, end = min(pages * (split + 1) / splits * PAGE, p + 1);
-    uint4 query[Shape::STEPS];
-    auto query_of = [&](int row, int step) {
-        const size_t which = (size_t)t * w.n_heads + min(head + row, w.n_heads - 1);
-        return ((const uint32_t *)w.q)[(which * D + (warp * Shape::STEPS * 2 + step) * 8) / 2 + part];
-    };
-    for (int k = 0; k < Shape::STEPS; k++)
-        query[k] = {query_of(g, 2 * k), query_of(g + 8, 2 * k), query_of(g, 2 * k + 1), query_of(g + 8, 2 * k + 1)};
-    /* Keys lie as in the cache, but of the four 16 bytes for 32 dimensions those of number i lie at i ^ key / 2 % 4, so
-     * that ldmatrix meets all banks. */
-    auto copy = [&](int base) {
-        const int key = threadIdx.x / 4 % SLAB_KEYS;
-        const bf16 *from = cache_of(w, page_of(s, seq, base), 0, 0) + key_place(D, base, 0) + threadIdx.x * 8;
-        uint8_t *to = shared + base / KEYS % 2 * Shape::STAGE + (threadIdx.x ^ key / 2 % 4) * 16;
-#pragma unroll
-        for (int i = 0; i < Shape::STAGE / 16; i += Shape::THREADS) /* zeros past the end: there may be a NaN */
-            copy_16(to + i * 16, from + i * 8, base + i / (SLAB_KEYS * D / 8) * SLAB_KEYS + key < end ? 16 : 0);
-    };
-    TileState<Shape::VALUES, KEYS, true> state;
-    copy(begin);
-    copies_end();
-    for (int base = begin; base < end; base += KEYS) {
-        copies_done<0>();
+        floor = fmaxf(floor, key_value(prefix));
         __syncthreads();
-        if (base + KEYS < end) copy(base + KEYS);
-        copies_end();
-        const uint8_t *stage = shared + base / KEYS % 2 * Shape::STAGE;
-        /* Dimension i of a key, a multiple of 8. */
-        auto at = [&](int key, int i) {
-            return stage + key / SLAB_KEYS * SLAB_KEYS * D * 2 + i / 32 * SLAB_KEYS * 64 + key % SLAB_KEYS * 64 +
-                   (i / 8 % 4 ^ key / 2 % 4) * 16;
-        };
-        float score[KEYS / 8][4] = {};
-#pragma unroll
-        for (int k = 0; k < Shape::STEPS; k++)
-#pragma unroll
-            for (int j = 0; j < KEYS / 8; j += 2) {
-                const int i = (warp * Shape::STEPS + k) * 16 + matrix % 2 * 8;
-                const uint4 keys = load_matrices(at(j * 8 + matrix / 2 * 8 + lane % 8, i));
-                mma<bf16>(score[j], query[k], keys.x, keys.y);
-                mma<bf16>(score[j + 1], query[k], keys.z, keys.w);
-            }
-        float4 *scores = (float4 *)(shared + 2 * Shape::STAGE); /* (WARPS, KEYS / 8, 32) */
-        for (int j = 0; j < KEYS / 8; j++) scores[(warp * (KEYS / 8) + j) * 32 + lane] = *(float4 *)score[j];
-        __syncthreads();
-        for (int j = 0; j < KEYS / 8; j++) {
-            float4 sum = {};
-            for (int i = 0; i < Shape::WARPS; i++) {
-                const float4 x = scores[(i * (KEYS / 8) + j) * 32 + lane];
-                sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
-            }
-            *(float4 *)score[j] = sum;
-        }
-        if (base + KEYS > end) state.mask(score, base, {p, p}, 0);
-        state.softmax(score, LOG2E * w.attn_scale);
-#pragma unroll
-        for (int k = 0; k < KEYS / 16; k++) {
-            const uint4 share = state.shares_of(score, k);
-#pragma unroll
-            for (int j = 0; j < Shape::VALUES / 8; j += 2) {
-                const int i = warp * Shape::VALUES + j * 8 + matrix / 2 * 8;
-                const uint4 values = load_matrices<true>(at(k * 16 + matrix % 2 * 8 + lane % 8, i));
-                mma<bf16>(state.sum[j], share, values.x, values.y);
-                mma<bf16>(state.sum[j + 1], share, values.z, values.w);
-            }
-        }
     }
-    const size_t which = (size_t)t * gridDim.x + blockIdx.x;
-    float *partial = w.partial + which * gridDim.z * Shape::ROWS * ROW; /* (splits, ROWS, ROW) */
-    for (int r = 0; r < 2; r++) {
-        float total = state.total[r] + __shfl_xor_sync(~0u, state.total[r], 1);
-        total += __shfl_xor_sync(~0u, total, 2);
-        float *to = partial + (split * Shape::ROWS + g + 8 * r) * ROW;
-        if (splits > 1 && warp == 0 && part == 0) to[0] = state.max_score[r], to[1] = total;
-        for (int j = 0; j < Shape::VALUES / 8; j++) {
-            const int i = warp * Shape::VALUES + j * 8 + part * 2;
-            const float2 sum = {state.sum[j][2 * r], state.sum[j][2 * r + 1]};
-            if (splits > 1)
-                *(float2 *)(to + 2 + i) = sum;
-            else
-                store_latent(w, l, t, head + g + 8 * r, i, {sum.x / total, sum.y / total});
-        }
-    }
-    if (splits > 1 && last_block(w.attended + which, splits))
-        merge_latents<RANK>(w, l, partial, splits, (float *)shared, t, head);
+    if (how.min_p > 0) floor = fmaxf(floor, min_p_floor(max, how.min_p));
+    if (threadIdx.x == 0) w.floor[row] = floor;
 }
 
-/* Splits query heads: the part without RoPE goes to w.q_nope, for k_up; the rest, after RoPE, goes to w.q, after the
- * place for k_up's result. One warp a head. */
-__global__ void __launch_bounds__(256) latent_query(Work w, Step s, DeviceLayer l, int pitch) {
+/* Draws a token for each row (blockIdx.y): the largest scaled logit plus noise, over all blocks. The block that
+ * finishes last stores it. A NaN beats everything. */
+__global__ void __launch_bounds__(1024) draw(Work w, Step s, bool filtered) {
+    __shared__ unsigned long long best[32];
     launch_next();
+    int row = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int t = s.row[row], seq = s.seq[t], position = s.position[t];
+    Sampling how = s.how[seq];
     wait_previous();
-    const int t = blockIdx.y, h = blockIdx.x * 8 + threadIdx.x / 32, nope = w.head_dim - w.rope_dim;
-    if (h >= w.n_heads) return;
-    const float *row = w.projected + (size_t)t * pitch + h * w.head_dim;
-    const size_t which = (size_t)t * w.n_heads + h;
-    for (int i = threadIdx.x % 32; i < nope; i += 32)
-        store_as(type_for(l.k_up), w.q_nope, which * w.nope_pitch + i, row[i]);
-    norm_and_rope(w, cos_sin_of(w, l, s.position[t]), row + nope, NULL, [&](int i, float2 x) {
-        store_pair_as(BF16, w.q, which * cache_row(w) + w.kv_rank + 2 * i, x.x, x.y);
-    });
+    if (t != s.last[seq]) return;
+    float floor = filtered ? w.floor[row] : -INFINITY;
+    unsigned long long mine = 0;
+    constexpr int AHEAD = 8; /* loads in flight */
+    int threads = gridDim.x * blockDim.x;
+    for (int first = blockIdx.x * blockDim.x + threadIdx.x; first < w.vocab; first += AHEAD * threads) {
+        float logit[AHEAD];
+        for (int i = 0; i < AHEAD; i++)
+            logit[i] = w.logits[(size_t)row * w.vocab + min(first + i * threads, w.vocab - 1)];
+        for (int i = 0; i < AHEAD; i++) {
+            int id = first + i * threads;
+            if (id >= w.vocab) break;
+            float x = scaled(w, how, row, id, logit[i]);
+            unsigned long long key = ~0ull;
+            if (!isnan(x))
+                key = x >= floor ? draw_key(how.temperature > 0 ? x + token_noise(how.seed, position + 1, id) : x, id)
+                                 : 0;
+            if (key > mine) mine = key;
+        }
+    }
+    mine = warp_max(mine);
+    if (lane == 0) best[warp] = mine;
+    __syncthreads();
+    if (warp == 0) mine = warp_max(lane < blockDim.x / 32 ? best[lane] : 0);
+    if (threadIdx.x == 0) atomicMax(&w.best[row], mine);
+    if (!last_block(w.drawing + row, gridDim.x) || threadIdx.x) return;
+    mine = atomicExch(&w.best[row], 0);
+    int token = mine == ~0ull ? DREW_NAN : draw_id(mine);
+    w.drawn[s.slot[seq]] = token;                  /* for the next step */
+    w.result[s.header[1] * w.slots + seq] = token; /* for the host */
 }
 
-#include "draw.cuh" /* ---- 8 from logits to a token ---- */
-
-/* ---- 9 one step ---- */
+/* ---- 8 launches ---- */
 
 constexpr size_t SMALL = 16 << 20, LARGE = 256 << 20; /* bytes of a matrix */
 
@@ -1563,34 +1730,11 @@ template <Type T> cudaError_t launch_any(const Gpu *gpu, const Product &p, int j
     if (job_size <= 16) return launch_tiled<T, 1>(gpu, p, jobs);
     return job_size <= 32 ? launch_tiled<T, 2>(gpu, p, jobs) : launch_tiled<T, 4>(gpu, p, jobs);
 }
-/* The one table from types of weights to instances: f receives the type as a constant. */
-template <class F> cudaError_t with_type(Type type, F f) {
-    switch (type) {
-    case BF16: return f(std::integral_constant<Type, BF16>());
-    case F16: return f(std::integral_constant<Type, F16>());
-    case MXFP4: return f(std::integral_constant<Type, MXFP4>());
-    case FP8: return f(std::integral_constant<Type, FP8>());
-    case PACKED4: return f(std::integral_constant<Type, PACKED4>());
-    case PACKED8: return f(std::integral_constant<Type, PACKED8>());
-    case Q4_1: return f(std::integral_constant<Type, Q4_1>());
-    case Q8_0: return f(std::integral_constant<Type, Q8_0>());
-    case Q5_K: return f(std::integral_constant<Type, Q5_K>());
-    case Q6_K: return f(std::integral_constant<Type, Q6_K>());
-    default: return cudaErrorNotSupported; /* F32 is cuBLAS's */
-    }
-}
+/* extensions.cuh has the list of types: f receives the type as a constant. */
+template <class F> cudaError_t with_type(Type type, F f);
 /* job_size: the max number of choices of a job. Without jobs 8 selects `product`, and 64 product_tiled. */
 cudaError_t launch_for_type(const Gpu *gpu, const Product &p, int job_size, int jobs) {
     return with_type(p.w.type, [&](auto type) { return launch_any<type>(gpu, p, job_size, jobs); });
-}
-
-/* A matrix as bf16, in gpu->decoded. */
-cudaError_t decode_matrix(const Gpu *gpu, const Matrix &m) {
-    return with_type(m.type, [&](auto type) {
-        if constexpr (is_coded(type))
-            return launch(gpu, decode_to_bf16<type>, (m.tiles() * (m.stride / CHUNK) + 7) / 8, 256, 0, m, gpu->decoded);
-        return cudaErrorNotSupported;
-    });
 }
 
 /* Computes w.normed for matrix `next`, unless a->normed says that it is ready. */
@@ -1668,26 +1812,85 @@ bool multiply_add(Pass *a, const Matrix &m, const void *x, int pitch, const floa
     return multiply(a, p, e);
 }
 
-#include "tap.cuh"
+/* ---- 9 taps: the stages of a step (Limits::tap), for tests and `infer logits --tap` ---- */
 
-/* The seam: what the annex computes on Hopper in place of the kernels here, or nothing. */
-#if FAST
-#include "fast/fast.cuh"
-#else
-namespace fast {
-void open(Gpu *) {}
-void plan(Gpu *, Plan *) {}
-bool prepare(Gpu *, Error *) { return true; }
-void close(Gpu *) {}
-bool decode(Pass *, uint8_t *, Error *) { return false; }
-int tile_rows(const Pass *) { return 0; }
-template <int D> cudaError_t attend(const Pass *, const DeviceLayer &) { return cudaErrorNotSupported; }
-int job_size(const Pass *, const DeviceLayer &) { return 0; }
-bool experts(const Pass *, const DeviceLayer &, Error *) { return false; }
-} /* namespace fast */
-#endif
+/* Gives the tap (rows, cols) floats: value i of row r is factor times number place(r, i) of n at `from` on the card. */
+template <typename From, class Place>
+bool tap_rows(const Pass *a, const char *stage, const From *from, size_t n, int rows, int cols, Place place, Error *e,
+              float factor = 1) {
+    const Limits &limits = a->gpu->limits;
+    if (!limits.tap) return true;
+    std::vector<From> raw(n);
+    std::vector<float> out;
+    CUDA(cudaStreamSynchronize(a->gpu->stream));
+    CUDA(cudaMemcpy(raw.data(), from, n * sizeof(From), cudaMemcpyDeviceToHost));
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < cols; i++) out.push_back((float)raw[place(r, i)] * factor);
+    limits.tap(limits.tap_data, stage, a->w.layer, out.data(), rows, cols);
+    return true;
+}
+/* The same for rows `pitch` apart, where column i lies at column(i). */
+int as_it_is(int i) { return i; }
+template <class Column = int(int)>
+bool tap(const Pass *a, const char *stage, Type type, const void *from, size_t pitch, int rows, int cols, Error *e,
+         Column column = as_it_is) {
+    auto place = [&](int r, int i) { return r * pitch + column(i); };
+    if (type == F32) return tap_rows(a, stage, (const float *)from, rows * pitch, rows, cols, place, e);
+    if (type == F16) return tap_rows(a, stage, (const f16 *)from, rows * pitch, rows, cols, place, e);
+    return tap_rows(a, stage, (const bf16 *)from, rows * pitch, rows, cols, place, e);
+}
+bool tap_x(const Pass *a, const char *stage, Error *e) {
+    return tap(a, stage, F32, a->w.x, a->w.dim, a->tokens, a->w.dim, e);
+}
+/* The keys, or values, that this step has added; of latent attention its rows of the cache, as keys of one head. */
+bool tap_cache(const Pass *a, int values, Error *e) {
+    const Work &w = a->w;
+    const Batch *b = a->batch;
+    const int d = w.kv_rank ? cache_row(w) : w.head_dim, kv = w.n_kv_heads * d;
+    const Rows dealt = {0, 1, a->gpu->model.neighbours ? 0 : d / 2};
+    std::vector<bf16> page((size_t)kv * PAGE);
+    std::vector<float> out;
+    if (!a->gpu->limits.tap) return true;
+    CUDA(cudaStreamSynchronize(a->gpu->stream));
+    for (int seq = 0; seq < b->seqs; seq++)
+        for (int p = b->start[seq]; p < b->start[seq] + b->first[seq + 1] - b->first[seq]; p++) {
+            const bf16 *from = cache_of(w, b->page[seq * b->max_pages + p / PAGE], values, 0);
+            CUDA(cudaMemcpy(page.data(), from, page.size() * sizeof(bf16), cudaMemcpyDeviceToHost));
+            for (int i = 0; i < kv; i++) {
+                int at = values ? value_place(d, p, i % d) : key_place(d, p, dealt.of(i % d));
+                out.push_back((float)page[(size_t)(i / d) * d * PAGE + at]);
+            }
+        }
+    a->gpu->limits.tap(a->gpu->limits.tap_data, values ? "v" : "k", w.layer, out.data(), a->tokens, kv);
+    return true;
+}
+bool tap_attention(const Pass *a, const DeviceLayer &l, Error *e) {
+    const int width = a->w.n_heads * a->w.head_dim;
+    const Rows dealt = {0, 1, a->gpu->model.neighbours ? 0 : a->w.head_dim / 2};
+    return tap(a, "q", query_type(l), a->w.q, width, a->tokens, width, e, [&](int i) { return dealt.of(i); }) &&
+           tap_cache(a, 0, e) && tap_cache(a, 1, e) &&
+           tap(a, "attn", type_for(l.o), a->w.attn, a->w.attn_pitch, a->tokens, width, e);
+}
+template <class Column = int(int)>
+bool tap_experts(const Pass *a, const DeviceLayer &l, Error *e, Column column = as_it_is) {
+    const Work &w = a->w;
+    auto choice = [&](int r, int i) { return r * w.top_k + i; };
+    const size_t n = (size_t)a->tokens * (l.router.rows ? w.top_k : 1);
+    if (l.router.rows && (!tap_rows(a, "experts", w.expert, n, a->tokens, w.top_k, choice, e) ||
+                          !tap_rows(a, "weights", w.weight, n, a->tokens, w.top_k, choice, e)))
+        return false;
+    return tap(a, "act", type_for(l.down), w.act_out, w.act_pitch, (int)n, l.down.cols, e, column);
+}
 
-/* ---- the block ---- */
+/* ---- 10 one step ---- */
+
+/* Plain attention, and its kernels for heads of D dimensions: extensions.cuh lists both beside those of rooms. */
+typedef bool Attend(Pass *a, const DeviceLayer &l, Error *e);
+typedef cudaError_t LaunchAttention(const Pass *a, const DeviceLayer &l);
+Attend attend;
+template <int D> cudaError_t launch_attention(const Pass *a, const DeviceLayer &l);
+
+#include "extensions.cuh"
 
 template <int D> cudaError_t launch_attention(const Pass *a, const DeviceLayer &l) {
     typedef AttentionShape<D> Shape;
@@ -1709,12 +1912,7 @@ template <int D> cudaError_t launch_attention(const Pass *a, const DeviceLayer &
  * and RoPE of queries and keys, and fills the cache. */
 bool attend(Pass *a, const DeviceLayer &l, Error *e) {
     const Work &w = a->w;
-    const int size = query_type(l) == F32 ? 0 : w.head_dim;
-    auto by_tensor_cores = size == 64    ? launch_attention<64>
-                           : size == 96  ? launch_attention<96>
-                           : size == 128 ? launch_attention<128>
-                           : size == 256 ? launch_attention<256>
-                                         : nullptr;
+    LaunchAttention *by_tensor_cores = query_type(l) == F32 ? NULL : attention_for(w.head_dim);
     dim3 rope_grid((a->tokens + ROPE_TOKENS - 1) / ROPE_TOKENS, w.n_heads + 2 * w.n_kv_heads);
     if (!by_tensor_cores || !a->alone)
         CUDA(launch(a->gpu, rope_and_store, rope_grid, ROPE_WARPS * 32, 0, w, a->s, l, a->tokens));
@@ -1724,35 +1922,6 @@ bool attend(Pass *a, const DeviceLayer &l, Error *e) {
         CUDA(launch(a->gpu, attention_any, dim3(a->tokens, w.n_heads), 128, (2 * w.head_dim + 128) * sizeof(float), w,
                     a->s, l));
     return tap_attention(a, l, e);
-}
-
-/* The same for latent attention, as section 7 says; latent_store and latent_query do norms and RoPE. */
-bool attend_latent(Pass *a, const DeviceLayer &l, Error *e) {
-    const Work &w = a->w;
-    const int job_size = a->tokens <= MAX_DECODE ? 8 : 64, jobs = w.n_heads * ((a->tokens + job_size - 1) / job_size);
-    auto by_head = [&](const Matrix &m, const void *x, int pitch, void *y, int y_pitch, Type type) {
-        Product p = product_of(a, m, x, pitch);
-        p.job = w.head_job, p.jobs = w.head_jobs, p.order = w.head_order;
-        p.y = y, p.y_pitch = y_pitch, p.y_type = type;
-        return launch_for_type(a->gpu, p, job_size, jobs);
-    };
-    if (w.layer == 0)
-        CUDA(launch(a->gpu, head_jobs, (a->tokens * w.n_heads + 255) / 256, 256, 0, w, a->tokens, job_size));
-    CUDA(launch(a->gpu, latent_store, a->tokens, 256, 0, w, a->s, l));
-    if (l.q.rows && !multiply_to(a, l.q, w.q_low, w.q_low_pitch, w.projected, e)) return false;
-    CUDA(launch(a->gpu, latent_query, dim3((w.n_heads + 7) / 8, a->tokens), 256, 0, w, a->s, l,
-                l.q.rows ? l.q.rows : l.qkv.rows));
-    CUDA(by_head(l.k_up, w.q_nope, w.nope_pitch, w.q, cache_row(w), BF16));
-    if (has_latent_kernel(w)) {
-        typedef LatentShape<512, 64> Shape;
-        dim3 grid(latent_parts(w.n_heads), a->tokens, splits_of(a->pages, a->splits));
-        CUDA(launch(a->gpu, attention_latent<512, 64>, grid, Shape::THREADS, Shape::SHARED, w, a->s, l));
-    } else {
-        CUDA(launch(a->gpu, attention_any, dim3(a->tokens, w.n_heads), 128, (2 * cache_row(w) + 128) * sizeof(float), w,
-                    a->s, l));
-    }
-    CUDA(by_head(l.v_up, w.latents, w.latent_pitch, w.attn, w.v_dim, type_for(l.o)));
-    return tap_latent(a, l, e);
 }
 
 Router router_of(const Pass *a, const DeviceLayer &l) {
@@ -1863,7 +2032,7 @@ bool block(Pass *a, int layer, Error *e) {
     const Matrix &next = end ? device.head : device.layer[layer + 1].qkv, &inner = l.router.rows ? l.router : l.up;
     a->w.layer = layer;
     if (!norm_for(a, l.attn_norm, l.qkv, e) || !multiply_to(a, l.qkv, NULL, 0, a->w.projected, e)) return false;
-    if (!(a->w.kv_rank ? attend_latent : attend)(a, l, e)) return false; /* and RoPE */
+    if (!attend_for(a->w)(a, l, e)) return false; /* and RoPE */
     if (!add_to_x(a, l.o, a->w.attn, a->w.attn_pitch, l.attn_post_norm, l.ffn_norm, inner, e)) return false;
     if (!tap_x(a, "attn_residual", e) || !norm_for(a, l.ffn_norm, inner, e)) return false;
     return (l.router.rows ? experts : feed_forward)(a, l, next_norm, next, e) && tap_x(a, "residual", e);

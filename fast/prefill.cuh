@@ -11,7 +11,7 @@ constexpr int PANEL = 64 * 128; /* bytes of 64 columns by 64 inner indices, as w
  * of every 16 in lane t; an encoding's decode() gives it others, so within 64 columns the pairs change places. */
 __host__ __device__ inline int column_for(Type type, int c) {
     if (type == BF16) return c;
-    const bool split = chunk_words(type) == 4; /* see EncodingCoded::eight() */
+    const bool split = chunk_words(type) == 4; /* see Encoding::eight() */
     const int half = type == MXFP4 ? c >> 3 & 1 : c >> 5 & 1, second = split ? c >> 4 & 1 : c >> 2 & 1;
     const int t = type == MXFP4 ? c >> 4 & 3 : split ? c >> 2 & 3 : c >> 3 & 3;
     return (c & ~63) | half << 5 | second << 4 | (c & 2) << 2 | t << 1 | (c & 1);

@@ -4,7 +4,7 @@
 """
 from html import escape
 
-# Text between backquotes is a kernel of infer.cu or draw.cuh; tests/test_notebooks.py looks for each.
+# Text between backquotes is a kernel of infer.cu; tests/test_notebooks.py looks for each.
 BEFORE = ("`embed`", "x = embed[id]", "and the first norm")
 ATTENTION = (
     ("`norm`", "x / sqrt(mean(x²) + eps) · w", "often made by the kernel that wrote x"),

@@ -5,7 +5,14 @@
  * Arrays of a step have one row for each of the T tokens of the batch; a row is computed from that token alone and from
  * the cache, so batching and chunking cannot change a bit of it. */
 #include "reference.h"
-#include "../decode.h"
+#ifdef ROOM_encodings
+#include "encodings/decode.h"
+#else /* there are the core's types only */
+#include "decode.h"
+#define any_code_at                              code_at
+#define any_weight_at(w, info, one, row, column) weight_at(w, one, row, column)
+#define in_blocks(type)                          false
+#endif
 #include "../host.h"
 
 #include <float.h>
@@ -81,12 +88,12 @@ static void round_row(float *x, int n) {
 static void decode_row(const Linear *w, int i, int row, float *out) {
     const Stored *one = w->each + i;
     const View codes = one->data;
-    const bool gguf = w->type >= Q8_0, alike = !gguf && !one->group; /* runs of columns share a scale and a zero */
+    const bool alike = !in_blocks(w->type) && !one->group; /* runs of columns share a scale and a zero */
     const int run = !alike ? 1 : w->scale.rows ? w->scale.cols : w->cols;
     for (int c = 0; c < w->cols; c += run) {
-        const Weight first = weight_at(w, types[w->type], one, (size_t)row, (size_t)c);
+        const Weight first = any_weight_at(w, types[w->type], one, (size_t)row, (size_t)c);
         for (int k = c; k < w->cols && k < c + run; k++) {
-            float q = alike ? code_at(w->type, codes.data, codes.stride, (size_t)row, (size_t)k) : first.q;
+            float q = alike ? any_code_at(w->type, codes.data, codes.stride, (size_t)row, (size_t)k) : first.q;
             out[k] = first.a * (q - first.zero);
             out[k] += first.b;
         }

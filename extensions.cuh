@@ -1,0 +1,110 @@
+/* extensions.cuh: the rooms on the card; extensions.c has their rows on the host. A room is a folder that adds
+ * something to the core, and the build defines ROOM_NAME for each that is there (Makefile, ROOMS). card.cuh says what a
+ * room does for the core; if it is missing, the answers stand here. card.cu includes this file to load a model (it
+ * defines LOADS), infer.cu, in front of block(), to compute. */
+
+#ifdef ROOM_encodings
+#include "encodings/codes.cuh"
+#else
+__host__ __device__ constexpr bool is_coded(Type) { return false; }
+__host__ __device__ constexpr int chunk_words(Type) { return 1; }
+__host__ __device__ constexpr int coded_chunk(Type) { return 0; }
+#endif
+
+#ifdef LOADS
+
+#ifdef ROOM_encodings
+#include "encodings/load.cuh"
+#else
+Type coded_type(const Linear &) { return BF16; }
+Type common_code(Type, Type) { return BF16; }
+bool reads_one(Type) { return false; }
+int line_columns(Type) { return 0; }
+__device__ inline void place_codes(const Source &, const Matrix &, int, int, int, const Weight (&)[4]) {}
+__device__ inline uint32_t made_up_word(const Matrix &, size_t, uint32_t) { return 0; }
+BOTH Weight any_weight_at(const Linear *w, TypeInfo, const Stored *one, size_t row, size_t column) {
+    return weight_at(w, one, row, column);
+}
+#endif
+
+#ifdef ROOM_families
+#include "families/latent.cuh"
+#else
+bool check_latent(const Model &, Error *e) { return fail(e, BAD_MODEL, "this build has no latent attention"); }
+void load_latent(Walk *, const Layer &, DeviceLayer *) {}
+void plan_latent(Gpu *, Plan *, size_t *, size_t *) {}
+#endif
+
+#else
+
+#ifdef ROOM_encodings
+#include "encodings/multiply.cuh"
+#else
+__device__ inline float coded_weight(const Matrix &, size_t, int) { return 0; }
+cudaError_t decode_matrix(const Gpu *, const Matrix &) { return cudaErrorNotSupported; }
+#endif
+
+#ifdef ROOM_families
+#include "families/latent.cuh"
+#endif
+
+/* The annex: what it computes in place of the kernels of infer.cu, or nothing. */
+#ifdef ROOM_fast
+#include "fast/fast.cuh"
+#else
+namespace fast {
+void open(Gpu *) {}
+void plan(Gpu *, Plan *) {}
+bool prepare(Gpu *, Error *) { return true; }
+void close(Gpu *) {}
+bool decode(Pass *, uint8_t *, Error *) { return false; }
+int tile_rows(const Pass *) { return 0; }
+template <int D> cudaError_t attend(const Pass *, const DeviceLayer &) { return cudaErrorNotSupported; }
+int job_size(const Pass *, const DeviceLayer &) { return 0; }
+bool experts(const Pass *, const DeviceLayer &, Error *) { return false; }
+} /* namespace fast */
+#endif
+
+/* ---- the lists ---- */
+
+/* Types of weights that have kernels: f receives the type as a constant. */
+template <class F> cudaError_t with_type(Type type, F f) {
+    switch (type) {
+    case BF16: return f(std::integral_constant<Type, BF16>());
+    case F16: return f(std::integral_constant<Type, F16>());
+    case MXFP4: return f(std::integral_constant<Type, MXFP4>());
+#ifdef ROOM_encodings
+    case FP8: return f(std::integral_constant<Type, FP8>());
+    case PACKED4: return f(std::integral_constant<Type, PACKED4>());
+    case PACKED8: return f(std::integral_constant<Type, PACKED8>());
+    case Q4_1: return f(std::integral_constant<Type, Q4_1>());
+    case Q8_0: return f(std::integral_constant<Type, Q8_0>());
+    case Q5_K: return f(std::integral_constant<Type, Q5_K>());
+    case Q6_K: return f(std::integral_constant<Type, Q6_K>());
+#endif
+    default: return cudaErrorNotSupported; /* F32 is cuBLAS's */
+    }
+}
+
+/* Sizes of heads that have kernels; the others, NULL, take attention_any(). */
+LaunchAttention *attention_for(int head_dim) {
+    switch (head_dim) {
+    case 64: return launch_attention<64>;
+#ifdef ROOM_families
+    case 96: return launch_attention<96>;
+    case 128: return launch_attention<128>;
+    case 256: return launch_attention<256>;
+#endif
+    default: return NULL;
+    }
+}
+
+/* Variants of attention: which one a model has. */
+Attend *attend_for(const Work &w) {
+#ifdef ROOM_families
+    if (w.kv_rank) return attend_latent;
+#endif
+    return attend;
+}
+
+#endif
