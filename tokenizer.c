@@ -54,16 +54,6 @@ static const struct {
 /* GPT-2's pattern, which a ByteLevel pre-tokenizer with use_regex stands for (openai/gpt-2, encoder.py). */
 static const char gpt2_pattern[] = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
 
-typedef struct {
-    uint64_t key;
-    int64_t value; /* -1: empty */
-} Slot;
-
-typedef struct { /* a hash table; values are not negative */
-    Slot *slot;
-    size_t n, room; /* room: 0 or a power of two */
-} Map;
-
 typedef struct {       /* a token */
     uint32_t begin, n; /* its bytes in Tokenizer.text; n is 0 where an id has none */
     float score;       /* of a GGUF vocabulary */
@@ -91,42 +81,11 @@ struct Tokenizer {
 
 /* ---- look-up ---- */
 
-static size_t map_slot(const Map *m, uint64_t key) {
-    uint64_t h = key * 0x9E3779B97F4A7C15u;
-    size_t i = (h ^ h >> 32) & (m->room - 1);
-    while (m->slot[i].value >= 0 && m->slot[i].key != key) i = (i + 1) & (m->room - 1);
-    return i;
-}
-
-static int64_t map_get(const Map *m, uint64_t key) { return m->room ? m->slot[map_slot(m, key)].value : -1; }
-
-static void map_put(Map *m, uint64_t key, int64_t value) {
-    if (m->n * 2 >= m->room) {
-        Map old = *m;
-        m->room = old.room ? old.room * 2 : 64;
-        m->slot = allocate(m->room * sizeof *m->slot);
-        memset(m->slot, 0xFF, m->room * sizeof *m->slot);
-        for (size_t i = 0; i < old.room; i++)
-            if (old.slot[i].value >= 0) m->slot[map_slot(m, old.slot[i].key)] = old.slot[i];
-        free(old.slot);
-    }
-    size_t i = map_slot(m, key);
-    m->n += m->slot[i].value < 0;
-    m->slot[i] = (Slot){key, value};
-}
-
 static uint64_t pair(int left, int right) { return (uint64_t)(uint32_t)left << 32 | (uint32_t)right; }
-
-/* FNV-1a, begun with FNV. */
-static const uint64_t FNV = 0xcbf29ce484222325u;
-static uint64_t hash(uint64_t h, const char *s, size_t n) {
-    for (size_t i = 0; i < n; i++) h = (h ^ (unsigned char)s[i]) * 0x100000001b3u;
-    return h;
-}
 
 /* The token with these bytes, or -1. define() refuses two tokens with the same hash. */
 static int find(const Tokenizer *t, const char *s, size_t n) {
-    int id = (int)map_get(&t->by_text, hash(FNV, s, n));
+    int id = (int)map_get(&t->by_text, text_hash(HASH_OF_NONE, s, n));
     bool same = id >= 0 && id < t->size && t->piece[id].n == n && !memcmp(t->text.data + t->piece[id].begin, s, n);
     return same ? id : -1;
 }
@@ -138,9 +97,9 @@ static int find_plain(const Tokenizer *t, const char *s, size_t n) {
 }
 
 static void prefixes_add(Map *prefixes, const char *s, size_t n, int id) {
-    uint64_t h = FNV;
+    uint64_t h = HASH_OF_NONE;
     for (size_t i = 0; i < n; i++) {
-        h = hash(h, s + i, 1);
+        h = text_hash(h, s + i, 1);
         int known = (int)map_get(prefixes, h);
         if (known < 0 || known == MOST_IDS) map_put(prefixes, h, i + 1 == n ? id : MOST_IDS);
     }
@@ -246,10 +205,10 @@ static Cut next_added(const Encoder *w, int step, const char *s, size_t n, size_
     const Tokenizer *t = w->t;
     Cut cut = {n, n, -1};
     for (size_t begin = from; begin < n && cut.id < 0; begin++) {
-        uint64_t h = FNV;
+        uint64_t h = HASH_OF_NONE;
         if ((s[begin] & 0xC0) == 0x80) continue;
         for (size_t i = begin; i < n; i++) {
-            h = hash(h, s + i, 1);
+            h = text_hash(h, s + i, 1);
             int id = (int)map_get(t->prefixes + step, h);
             if (id < 0) break;
             if (id >= t->size || (t->piece[id].control && !(w->flags & CONTROL_TOKENS))) continue;
@@ -437,7 +396,7 @@ static bool define(Tokenizer *t, double number, const char *name, Error *e) {
     size_t begin = t->text.n;
     text_add(t, name, strlen(name));
     size_t n = t->text.n - begin;
-    uint64_t key = hash(FNV, t->text.data + begin, n);
+    uint64_t key = text_hash(HASH_OF_NONE, t->text.data + begin, n);
     if (!n || t->piece[id].n || map_get(&t->by_text, key) >= 0)
         return fail(e, BAD_MODEL, "the token '%.100s', id %d, is empty, or its text or id appears twice", name, id);
     if (t->size <= id) t->size = id + 1;
@@ -497,10 +456,10 @@ static bool read_merges(Tokenizer *t, const cJSON *merges, Error *e) {
         size_t cut = t->text.n;
         text_add(t, right, strlen(right));
         /* Compares hashes alone: reading the bytes costs cache misses, and a file with collisions harms only itself. */
-        uint64_t hash_left = hash(FNV, t->text.data + begin, cut - begin);
+        uint64_t hash_left = text_hash(HASH_OF_NONE, t->text.data + begin, cut - begin);
         int first = (int)map_get(&t->by_text, hash_left);
-        int second = (int)map_get(&t->by_text, hash(FNV, t->text.data + cut, t->text.n - cut));
-        int whole = (int)map_get(&t->by_text, hash(hash_left, t->text.data + cut, t->text.n - cut));
+        int second = (int)map_get(&t->by_text, text_hash(HASH_OF_NONE, t->text.data + cut, t->text.n - cut));
+        int whole = (int)map_get(&t->by_text, text_hash(hash_left, t->text.data + cut, t->text.n - cut));
         const char *missing = first < 0 ? "left half" : second < 0 ? "right half" : whole < 0 ? "result" : NULL;
         t->text.n = begin;
         if (missing)
@@ -672,9 +631,9 @@ static bool merge_by_score(Tokenizer *t, const cJSON *scores, Error *e) {
         const char *text = t->text.data + whole->begin;
         if (i && whole->score != t->piece[sorted.data[i - 1]].score) rank = i; /* equal scores have one rank */
         if (whole->n > MOST_ADDED) return fail(e, BAD_MODEL, "the token %d has more than %d bytes", id, MOST_ADDED);
-        uint64_t h = FNV;
+        uint64_t h = HASH_OF_NONE;
         for (uint32_t cut = 1; cut < whole->n; cut++) { /* compares hashes alone, as read_merges() */
-            h = hash(h, text + cut - 1, 1);
+            h = text_hash(h, text + cut - 1, 1);
             int left = (int)map_get(&t->by_text, h), right = left < 0 ? -1 : find(t, text + cut, whole->n - cut);
             if (right >= 0) map_put(&t->merge, pair(left, right), pair(rank, id));
         }
@@ -812,7 +771,7 @@ Tokenizer *tokenizer_open(const char *path, const cJSON *gguf, Error *e) {
 void tokenizer_close(Tokenizer *t) {
     if (!t) return;
     for (int i = 0; i < t->splits; i++) pcre2_code_free(t->split[i]);
-    free(t->by_text.slot), free(t->merge.slot), free(t->prefixes[0].slot), free(t->prefixes[1].slot);
+    map_free(&t->by_text), map_free(&t->merge), map_free(t->prefixes), map_free(t->prefixes + 1);
     bytes_free(&t->text), bytes_free(&t->chat_template);
     free(t->piece), free(t);
 }
