@@ -74,7 +74,7 @@ struct Tokenizer {
     /* Added tokens found in raw text, and in normalized text: a hash of each beginning -> id, or MOST_IDS if it goes
      * on. Hashes are compared alone: a text made to collide gets a wrong token, but no control token. */
     Map prefixes[2];
-    int first;           /* the token that WITH_TEMPLATE adds in front of a text, or -1 */
+    int first, last;     /* the tokens that WITH_TEMPLATE adds before and behind a text, or -1 */
     int bos;             /* what a chat template knows as bos_token, or -1 */
     Bytes chat_template; /* see tokenizer_template() */
 };
@@ -326,6 +326,7 @@ bool tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int flags,
     size_t before = out->n;
     if (flags & WITH_TEMPLATE && t->first >= 0) ids_add(out, t->first);
     bool ok = encode_from(&w, 0, text, n);
+    if (flags & WITH_TEMPLATE && t->last >= 0) ids_add(out, t->last);
     if (!ok) out->n = before;
     pcre2_match_data_free(w.match);
     pcre2_match_context_free(w.limits);
@@ -521,13 +522,16 @@ static bool read_byte_level(Tokenizer *t, const cJSON *c) {
     return (use_regex && !cJSON_IsTrue(use_regex)) || add_split(t, gpt2_pattern);
 }
 
-/* The template may put one token before the text. */
+/* The template may put one token before the text and one behind it. */
 static bool read_template(Tokenizer *t, const cJSON *c) {
     const cJSON *list = json_get(c, "single"), *part = cJSON_IsArray(list) ? list->child : NULL;
-    const char *name = json_string(json_get(part, "SpecialToken"), "id");
-    if (name && (t->first = tokenizer_added(t, name)) < 0) return false;
-    if (name) part = part->next;
-    return json_get(part, "Sequence") && !part->next;
+    const char *first = json_string(json_get(part, "SpecialToken"), "id");
+    if (first && (t->first = tokenizer_added(t, first)) < 0) return false;
+    if (first) part = part->next;
+    if (!json_get(part, "Sequence")) return false;
+    const char *last = json_string(json_get(part->next, "SpecialToken"), "id");
+    if (last && (t->last = tokenizer_added(t, last)) < 0) return false;
+    return !part->next || (last && !part->next->next);
 }
 
 static bool read_part(Tokenizer *t, const char *stage, const cJSON *c) {
@@ -757,7 +761,7 @@ Tokenizer *tokenizer_open(const char *path, const cJSON *gguf, Error *e) {
     if (!gguf && !file) return NULL;
     Tokenizer *t = allocate_zero(1, sizeof *t);
     LocalBytes templates = {0};
-    t->first = t->bos = t->unknown = -1;
+    t->first = t->last = t->bos = t->unknown = -1;
     t->piece = allocate_zero(MOST_IDS, sizeof *t->piece);
     bytes_text(&t->text, ""), bytes_text(&t->chat_template, ""), bytes_text(&templates, "");
     bool ok = (gguf ? read_gguf(t, gguf, e) : read_file(t, file, e)) || fail(e, BAD_MODEL, "%s: %s", path, e->text);
@@ -783,6 +787,7 @@ bool tokenizer_fit(Tokenizer *t, int vocab) {
     for (int b = 0; b < 256; b++)
         if (t->byte_token[b] >= vocab) t->byte_token[b] = -1;
     if (t->first >= vocab) t->first = -1;
+    if (t->last >= vocab) t->last = -1;
     if (t->bos >= vocab) t->bos = -1;
     if (t->size > vocab) t->size = vocab;
     return true;

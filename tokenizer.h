@@ -25,7 +25,7 @@ int tokenizer_bos(const Tokenizer *t); /* what a chat template knows as bos_toke
 /* Without flags the name of a control token is ordinary text, so that no text from outside becomes a control token. */
 enum {
     CONTROL_TOKENS = 1, /* their names become control tokens */
-    WITH_TEMPLATE = 2   /* the file's post_processor adds its token in front, such as beginning-of-text */
+    WITH_TEMPLATE = 2   /* the file's post_processor adds its tokens before and behind, such as beginning-of-text */
 };
 /* Appends the ids of n bytes of text. USAGE: they are not UTF-8, with the offset. BAD_MODEL: the file's pattern exceeds
  * its match limit, or a byte has no token. After an error `out` is as before. */
