@@ -1,4 +1,4 @@
-/* base.c: errors, growing arrays, UTF-8, small files, strict JSON. See base.h. */
+/* base.c: errors, growing arrays, a hash table, UTF-8, small files, strict JSON. See base.h. */
 #include "base.h"
 
 #include <ctype.h>

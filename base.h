@@ -1,5 +1,6 @@
-/* base.h: what all other C files use: exit codes, one-line errors, growing arrays, UTF-8, small files, strict JSON.
- * cJSON accepts more than RFC 8259 allows; json_parse() does not, and refuses an object with the same key twice. */
+/* base.h: what all other C files use: exit codes, one-line errors, growing arrays, a hash table, UTF-8, small files,
+ * strict JSON. cJSON accepts more than RFC 8259 allows; json_parse() does not, and refuses an object with the same key
+ * twice. */
 #ifndef BASE_H
 #define BASE_H
 

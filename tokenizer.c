@@ -6,9 +6,9 @@
  * for, so encoding and decoding need no alphabet. Components that are not implemented are refused by name, because a
  * tokenizer that is almost right is wrong. */
 #define PCRE2_CODE_UNIT_WIDTH 8
+#include "sampling.h"
 #include "tokenizer.h"
 
-#include <math.h>
 #include <pcre2.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,11 +17,10 @@
 
 /* Limits far above any real file. They keep memory and work in proportion to the file and the text. */
 enum {
-    MOST_BYTES = 256 << 20,    /* of the file */
     MOST_TEXT = INT32_MAX / 4, /* bytes of a text */
     MOST_IDS = 1 << 20,
     MOST_SPLITS = 8,
-    MOST_ADDED = 256, /* bytes of an added token, or of a token with a score: merge_by_score() tries all its cuts */
+    MOST_ADDED = 256, /* bytes of an added token, or of one with a score, which find_merge() hashes often */
     MOST_MARKS = 256, /* combining marks in a row that NFC sorts, in time that grows with their square */
     STEPS = 100       /* steps of the matcher for a byte of text; real patterns need 5 at most */
 };
@@ -32,8 +31,8 @@ enum {
 /* What a file asks for. A mark begins every text (PREPEND_MARK) or the first one (FIRST_MARK); marks replace spaces.
  * Decoding turns marks into spaces (UNMARK_SPACES) and drops the first space (STRIP_SPACE). NFC composes text. */
 enum { PREPEND_MARK = 1, FIRST_MARK = 2, MARK_SPACES = 4, UNMARK_SPACES = 8, STRIP_SPACE = 16, NFC = 32 };
-/* Words are bytes, not characters; a word that is a token needs no merges; in GGUF, by default `bos` begins a text. */
-enum { BYTE_LEVEL = 64, IGNORE_MERGES = 128, BEGINS = 256 };
+/* Words are bytes, not characters; a word that is a token needs no merges; scores take the place of merges. */
+enum { BYTE_LEVEL = 64, IGNORE_MERGES = 128, SCORES = 256 };
 
 /* Components of tokenizer.json without parameters. */
 static const struct {
@@ -56,8 +55,9 @@ static const char gpt2_pattern[] = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+|
 
 typedef struct {       /* a token */
     uint32_t begin, n; /* its bytes in Tokenizer.text; n is 0 where an id has none */
-    float score;       /* of a GGUF vocabulary */
+    uint32_t rank;     /* with scores: the highest score has the least */
     bool added, control;
+    bool byte; /* written <0xXX> */
 } Piece;
 
 struct Tokenizer {
@@ -143,11 +143,21 @@ static bool character_add(Encoder *w, const char *s, size_t n, size_t begin) {
     return true;
 }
 
+/* The rank of a merge and the token that it makes, or -1. With scores any two tokens merge whose texts together are a
+ * token, but not the bytes of a character that has none. Hashes are compared alone, as for added tokens. */
+static int64_t find_merge(const Tokenizer *t, int left, int right) {
+    if (!(t->features & SCORES)) return map_get(&t->merge, pair(left, right));
+    const Piece *l = t->piece + left, *r = t->piece + right;
+    uint64_t h = text_hash(HASH_OF_NONE, t->text.data + l->begin, l->n);
+    int id = l->byte || r->byte ? -1 : (int)map_get(&t->by_text, text_hash(h, t->text.data + r->begin, r->n));
+    return id < 0 ? -1 : (int64_t)pair((int)t->piece[id].rank, id);
+}
+
 /* Finds the rank of merging a symbol with its right neighbour, and brings the tree above it up to date. */
 static void rank_merge(Encoder *w, int at) {
     int next = w->symbol[at].next;
-    int64_t merge = next < 0 ? -1 : map_get(&w->t->merge, pair(w->symbol[at].id, w->symbol[next].id));
-    bool can = merge >= 0 && !w->t->piece[(int)merge].control;
+    int64_t merge = next < 0 ? -1 : find_merge(w->t, w->symbol[at].id, w->symbol[next].id);
+    bool can = merge != -1 && !w->t->piece[(int)merge].control;
     uint64_t *best = w->best;
     size_t i = w->symbols + (size_t)at;
     best[i] = can ? pair((int)(merge >> 32), at) : UINT64_MAX;
@@ -180,7 +190,7 @@ static bool merge_word(Encoder *w, const char *s, size_t n) {
     for (int i = 0; i < symbols; i++) rank_merge(w, i);
     while (w->best[1] != UINT64_MAX) {
         int left = (int)(uint32_t)w->best[1], right = symbol[left].next, next = symbol[right].next;
-        symbol[left].id = (int)map_get(&t->merge, pair(symbol[left].id, symbol[right].id));
+        symbol[left].id = (int)find_merge(t, symbol[left].id, symbol[right].id);
         symbol[left].next = next;
         symbol[right].next = -1;
         if (next >= 0) symbol[next].previous = left;
@@ -416,13 +426,20 @@ static void find_byte_tokens(Tokenizer *t, bool fallback) {
         if (id < 0) continue;
         t->text.data[t->piece[id].begin] = (char)b; /* what it decodes to */
         t->piece[id].n = 1;
+        t->piece[id].byte = true;
         known++;
     }
     for (int b = 0; b < 256 && !known; b++) t->byte_token[b] = t->unknown;
 }
 
-/* Adds a token that is cut out of the text first. If the vocabulary lists its name, the id there counts. */
-static bool add_token(Tokenizer *t, double number, const char *text, bool control, bool normalized, Error *e) {
+/* Reads a token that is cut out of the text first. If the vocabulary lists its name, the id there counts. */
+static bool read_added(Tokenizer *t, const cJSON *added, Error *e) {
+    const char *text = json_string(added, "content");
+    const double number = cJSON_GetNumberValue(json_get(added, "id")); /* NaN if it is none */
+    const bool normalized = json_true(added, "normalized");
+    if (!text) return fail(e, BAD_MODEL, "an added token has no content");
+    if (json_true(added, "single_word") || json_true(added, "lstrip") || json_true(added, "rstrip"))
+        return fail(e, BAD_MODEL, "single_word, lstrip and rstrip of '%.100s' are not implemented", text);
     size_t n = strlen(text), begin = t->text.n; /* the end of the text is work space */
     const bool listed = text_add(t, text, n);
     int id = find(t, t->text.data + begin, t->text.n - begin);
@@ -433,7 +450,7 @@ static bool add_token(Tokenizer *t, double number, const char *text, bool contro
     if (t->piece[id].added)
         return fail(e, BAD_MODEL, "the added token '%.100s', id %.15g, or its id appears twice", text, number);
     t->piece[id].added = true;
-    t->piece[id].control = control;
+    t->piece[id].control = json_true(added, "special");
     LocalBytes found = {0};
     if (normalized) normalize(t, text, n, false, &found);
     prefixes_add(t->prefixes + normalized, normalized ? found.data : text, normalized ? found.n : n, id);
@@ -470,8 +487,22 @@ static bool read_merges(Tokenizer *t, const cJSON *merges, Error *e) {
     return true;
 }
 
+/* "scores", one for each id, take the place of merges: SentencePiece keeps its vocabularies so. No tokenizer.json of
+ * the hub has this key, but what is made from files of other formats has. */
+static bool read_scores(Tokenizer *t, const cJSON *scores, Error *e) {
+    const cJSON *score = scores->child;
+    t->features |= SCORES;
+    for (int id = 0; id < t->size; id++, score = score ? score->next : NULL) {
+        t->piece[id].rank = ~order_key(score ? (float)score->valuedouble + 0.0f : 0); /* -0 is 0 */
+        if (t->piece[id].n > MOST_ADDED)
+            return fail(e, BAD_MODEL, "the token %d has more than %d bytes", id, MOST_ADDED);
+    }
+    return true;
+}
+
 static bool read_model(Tokenizer *t, const cJSON *model, Error *e) {
     const cJSON *vocab = json_get(model, "vocab"), *merges = json_get(model, "merges"), *token;
+    const cJSON *scores = json_get(model, "scores");
     const char *type = json_string(model, "type"), *unknown = json_string(model, "unk_token");
     const char *prefix = json_string(model, "continuing_subword_prefix");
     const char *suffix = json_string(model, "end_of_word_suffix");
@@ -482,19 +513,10 @@ static bool read_model(Tokenizer *t, const cJSON *model, Error *e) {
         return fail(e, BAD_MODEL, "continuing_subword_prefix and end_of_word_suffix are not implemented");
     if (json_true(model, "ignore_merges")) t->features |= IGNORE_MERGES;
     cJSON_ArrayForEach(token, vocab) if (!define(t, cJSON_GetNumberValue(token), token->string, e)) return false;
-    if (!read_merges(t, merges, e)) return false;
+    if (!read_merges(t, merges, e) || (scores && !read_scores(t, scores, e))) return false;
     t->unknown = unknown && json_true(model, "fuse_unk") ? find(t, unknown, strlen(unknown)) : -1;
     find_byte_tokens(t, json_true(model, "byte_fallback"));
     return true;
-}
-
-static bool read_added(Tokenizer *t, const cJSON *added, Error *e) {
-    const char *text = json_string(added, "content");
-    if (!text) return fail(e, BAD_MODEL, "an added token has no content");
-    if (json_true(added, "single_word") || json_true(added, "lstrip") || json_true(added, "rstrip"))
-        return fail(e, BAD_MODEL, "single_word, lstrip and rstrip of '%.100s' are not implemented", text);
-    const double id = cJSON_GetNumberValue(json_get(added, "id")); /* NaN if it is none */
-    return add_token(t, id, text, json_true(added, "special"), json_true(added, "normalized"), e);
 }
 
 /* ---- its components; false: it is not implemented ---- */
@@ -575,138 +597,6 @@ static bool read_file(Tokenizer *t, const cJSON *file, Error *e) {
     return read_stage(t, file, "post_processor", "processors", e);
 }
 
-/* ---- GGUF: the same from its metadata ---- */
-
-#define CONTRACTIONS "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-#define LETTERS(digits)                                                                                                \
-    CONTRACTIONS "|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|" digits                                                              \
-                 "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
-#define UPPER "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]"
-#define LOWER "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]"
-#define CASES(behind, digits)                                                                                          \
-    UPPER "*" LOWER "+" behind "|" UPPER "+" LOWER "*" behind "|" digits                                               \
-          "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
-
-/* The patterns that split text into words, by the names that GGUF files use. */
-static const struct {
-    const char *names, *split[6];
-    int features;
-} pres[] = {
-    {"llama-bpe llama3 llama-v3", {LETTERS("\\p{N}{1,3}")}, IGNORE_MERGES | BEGINS},
-    {"qwen2 deepseek-r1-qwen megrez", {LETTERS("\\p{N}")}, NFC},
-    {"gpt-4o llama4", {CASES(CONTRACTIONS "?", "\\p{N}{1,3}")}, IGNORE_MERGES},
-    {"tekken", {CASES("", "\\p{N}")}, IGNORE_MERGES | BEGINS},
-    {"smollm", {"\\p{N}", gpt2_pattern}, 0},
-    {"gpt-2", {gpt2_pattern}, 0},
-    {"deepseek-llm", /* letters with case of an older Unicode, but for some blocks */
-     {"[\r\n]",
-      "\\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-"
-      "Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴ"
-      "ᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-"
-      "ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-"
-      "ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+",
-      "\\s?[!-/:-~！-／：-～‘-‟　-。]+", "\\s+$", "[一-龥ࠀ-一가-퟿]+", "\\p{N}+"},
-     0},
-    {"deepseek-coder", {"[\r\n]", "\\s?\\p{L}+", "\\s?\\p{P}+", "[一-龥ࠀ-一가-퟿]+", "\\p{N}"}, 0},
-    {"deepseek-v3",
-     {"\\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
-      "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
-      " ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"},
-     0},
-};
-
-static int by_score(const void *a, const void *b, void *pieces) {
-    float left = ((const Piece *)pieces)[*(const int *)a].score, right = ((const Piece *)pieces)[*(const int *)b].score;
-    return (left < right) - (left > right);
-}
-
-/* SentencePiece's merges: any two tokens whose texts together are a token, the token with the highest score first. */
-static bool merge_by_score(Tokenizer *t, const cJSON *scores, Error *e) {
-    const cJSON *score = scores ? scores->child : NULL;
-    LocalIds sorted = {0};
-    for (int id = 0; id < t->size; id++, score = score ? score->next : NULL) {
-        t->piece[id].score = score ? fmaxf((float)score->valuedouble, -INFINITY) : 0; /* NaN has no order */
-        ids_add(&sorted, id);
-    }
-    if (t->size) qsort_r(sorted.data, sorted.n, sizeof(int), by_score, t->piece);
-    for (int i = 0, rank = 0; i < t->size; i++) {
-        const int id = sorted.data[i];
-        const Piece *whole = t->piece + id;
-        const char *text = t->text.data + whole->begin;
-        if (i && whole->score != t->piece[sorted.data[i - 1]].score) rank = i; /* equal scores have one rank */
-        if (whole->n > MOST_ADDED) return fail(e, BAD_MODEL, "the token %d has more than %d bytes", id, MOST_ADDED);
-        uint64_t h = HASH_OF_NONE;
-        for (uint32_t cut = 1; cut < whole->n; cut++) { /* compares hashes alone, as read_merges() */
-            h = text_hash(h, text + cut - 1, 1);
-            int left = (int)map_get(&t->by_text, h), right = left < 0 ? -1 : find(t, text + cut, whole->n - cut);
-            if (right >= 0) map_put(&t->merge, pair(left, right), pair(rank, id));
-        }
-    }
-    return true;
-}
-
-/* tokenizer.ggml.token_type. */
-enum { NORMAL = 1, UNKNOWN, CONTROL, USER_DEFINED, UNUSED };
-
-static bool read_tokens(Tokenizer *t, const cJSON *metadata, Error *e) {
-    const cJSON *tokens = json_get(metadata, "tokenizer.ggml.tokens"), *token = tokens ? tokens->child : NULL;
-    const cJSON *types = json_get(metadata, "tokenizer.ggml.token_type"), *type = types ? types->child : NULL;
-    bool ok = true;
-    for (int id = 0; token && ok; id++, token = token->next, type = type ? type->next : NULL) {
-        const char *text = cJSON_GetStringValue(token);
-        int64_t kind = NORMAL;
-        json_whole(type, NORMAL, UNUSED, &kind);
-        bool cut = kind == UNKNOWN || kind == CONTROL || kind == USER_DEFINED;
-        if (!text || !*text || kind == UNUSED) continue;
-        ok = cut ? add_token(t, id, text, kind != USER_DEFINED, false, e) : define(t, id, text, e);
-        if (kind == UNKNOWN) t->unknown = id;
-    }
-    return ok;
-}
-
-/* How text is split, by a name. */
-static bool find_pre(Tokenizer *t, const cJSON *metadata, Error *e) {
-    const char *pre = json_string(metadata, "tokenizer.ggml.pre");
-    LocalBytes known = {0};
-    for (size_t i = 0; i < sizeof pres / sizeof *pres; i++) {
-        bytes_print(&known, " %s", pres[i].names);
-        if (!pre || !text_listed(pres[i].names, pre)) continue;
-        for (int j = 0; j < 6 && pres[i].split[j]; j++) add_split(t, pres[i].split[j]);
-        t->features = pres[i].features | BYTE_LEVEL;
-        return true;
-    }
-    return fail(e, BAD_MODEL, "tokenizer.ggml.pre is '%.40s', known are%s", pre ? pre : "(missing)", known.data);
-}
-
-/* A vocabulary is GPT-2's, with merges, or SentencePiece's, with scores. */
-static bool read_gguf(Tokenizer *t, const cJSON *metadata, Error *e) {
-    const char *kind = json_string(metadata, "tokenizer.ggml.model");
-    const cJSON *add = json_get(metadata, "tokenizer.ggml.add_bos_token");
-    const cJSON *id = json_get(metadata, "tokenizer.ggml.bos_token_id");
-    const cJSON *prefix = json_get(metadata, "tokenizer.ggml.add_space_prefix");
-    const char *arch = json_string(metadata, "general.architecture");
-    bool scored = kind && !strcmp(kind, "llama");
-    int64_t bos = 1;
-    if (!scored && !(kind && !strcmp(kind, "gpt2")))
-        return fail(e, BAD_MODEL, "tokenizer.ggml.model is '%.40s', known are gpt2 and llama",
-                    kind ? kind : "(missing)");
-    if (json_true(metadata, "tokenizer.ggml.add_eos_token"))
-        return fail(e, BAD_MODEL, "tokenizer.ggml.add_eos_token is not implemented");
-    t->features = MARK_SPACES | UNMARK_SPACES | BEGINS;
-    if (!scored && !find_pre(t, metadata, e)) return false;
-    if (!read_tokens(t, metadata, e)) return false;
-    if (scored && !merge_by_score(t, json_get(metadata, "tokenizer.ggml.scores"), e)) return false;
-    if (!scored && !read_merges(t, json_get(metadata, "tokenizer.ggml.merges"), e)) return false;
-    find_byte_tokens(t, scored);
-    if (scored && (prefix ? !cJSON_IsFalse(prefix) : !arch || strncmp(arch, "gemma", 5)))
-        /* no key says which texts: with a token [INST] only the first */
-        t->features |= STRIP_SPACE | (tokenizer_added(t, "[INST]") < 0 ? PREPEND_MARK : FIRST_MARK);
-    bool begins = add ? cJSON_IsTrue(add) : t->features & BEGINS;
-    if ((id ? json_whole(id, 0, INT32_MAX, &bos) : begins) && bos < t->size) t->bos = (int)bos;
-    if (begins) t->first = t->bos;
-    return true;
-}
-
 /* ---- chat templates, which also tell which tokens are control tokens ---- */
 
 /* Appends all texts of `template` to `all`. In a list of {"name", "template"} "default" is the model's, if `counts`. */
@@ -723,21 +613,16 @@ static void add_template(Tokenizer *t, const cJSON *template, bool counts, Bytes
 
 /* The files beside tokenizer.json: the first with a template counts, and tokenizer_config.json says whether a text
  * begins with a token. */
-static bool read_config(Tokenizer *t, const char *path, Bytes *all, Error *e) {
+static bool read_config(Tokenizer *t, JsonFile *json, const void *model, Bytes *all, Error *e) {
     static const char *const names[] = {"chat_template.jinja", "chat_template.json", "tokenizer_config.json"};
-    const char *slash = strrchr(path, '/');
     for (int i = 0; i < 3; i++) {
-        LocalBytes text = {0};
-        LocalText file = text_print("%.*s%s", slash ? (int)(slash - path) + 1 : 0, path, names[i]);
-        if (!file_exists(file)) continue;
-        LocalJson config = i ? json_read(file, MOST_BYTES, e) : NULL;
-        if (!i && file_read(file, MOST_BYTES, &text, e)) config = json_from_text(text.data, text.n);
-        if (!config) return false;
-        const cJSON *add = json_get(config, "add_bos_token"), *bos = json_get(config, "bos_token");
+        LocalJson file = json(model, names[i], e);
+        if (!file && e->code) return false;
+        const cJSON *add = json_get(file, "add_bos_token"), *bos = json_get(file, "bos_token");
         const char *name = cJSON_IsString(bos) ? bos->valuestring : json_string(bos, "content");
-        if (name) t->bos = tokenizer_added(t, name);
+        if (name) t->bos = find(t, name, strlen(name));
         if (cJSON_IsBool(add)) t->first = cJSON_IsTrue(add) ? t->bos : -1;
-        add_template(t, i ? json_get(config, "chat_template") : config, !t->chat_template.n, all);
+        add_template(t, i ? json_get(file, "chat_template") : file, !t->chat_template.n, all);
     }
     return true;
 }
@@ -756,18 +641,17 @@ static bool mark_control(Tokenizer *t, const Bytes *template, Error *e) {
     return true;
 }
 
-Tokenizer *tokenizer_open(const char *path, const cJSON *gguf, Error *e) {
-    LocalJson file = gguf ? NULL : json_read(path, MOST_BYTES, e);
-    if (!gguf && !file) return NULL;
+Tokenizer *tokenizer_open(const char *path, JsonFile *json, const void *model, Error *e) {
+    LocalJson file = json(model, "tokenizer.json", e);
+    if (!file && !e->code) fail(e, BAD_MODEL, "%s: missing", path);
+    if (!file) return NULL;
     Tokenizer *t = allocate_zero(1, sizeof *t);
     LocalBytes templates = {0};
     t->first = t->last = t->bos = t->unknown = -1;
     t->piece = allocate_zero(MOST_IDS, sizeof *t->piece);
     bytes_text(&t->text, ""), bytes_text(&t->chat_template, ""), bytes_text(&templates, "");
-    bool ok = (gguf ? read_gguf(t, gguf, e) : read_file(t, file, e)) || fail(e, BAD_MODEL, "%s: %s", path, e->text);
-    if (gguf) add_template(t, json_get(gguf, "tokenizer.chat_template"), true, &templates);
-    ok = ok && (gguf || read_config(t, path, &templates, e)) && mark_control(t, &templates, e);
-    if (ok) return t;
+    bool ok = read_file(t, file, e) || fail(e, BAD_MODEL, "%s: %s", path, e->text);
+    if (ok && read_config(t, json, model, &templates, e) && mark_control(t, &templates, e)) return t;
     tokenizer_close(t);
     return NULL;
 }

@@ -7,9 +7,12 @@
 
 typedef struct Tokenizer Tokenizer;
 
-/* Reads tokenizer.json and the chat template beside it, or the metadata of the GGUF file at path, if not NULL. NULL:
- * BAD_MODEL, with what is wrong or which component is not implemented. */
-Tokenizer *tokenizer_open(const char *path, const cJSON *gguf, Error *e);
+/* Reads a model's file by its name on the hub: of NAME.json the JSON, of NAME.jinja the text as a JSON string. NULL:
+ * BAD_MODEL, or e->code is 0 and there is no such file. */
+typedef cJSON *JsonFile(const void *model, const char *name, Error *e);
+/* Reads tokenizer.json, tokenizer_config.json and the chat template, each by `json`, which gets `model`. NULL:
+ * BAD_MODEL, with what is wrong or which component is not implemented. Errors of tokenizer.json name `path`. */
+Tokenizer *tokenizer_open(const char *path, JsonFile *json, const void *model, Error *e);
 void tokenizer_close(Tokenizer *t);
 
 /* Removes added tokens that the model has no embedding for (Gemma 3 1B has one). False: other tokens lack one too, so
