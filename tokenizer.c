@@ -58,12 +58,12 @@ typedef struct {       /* a token */
     uint32_t rank;     /* with scores: the highest score has the least */
     bool added, control;
     bool byte; /* written <0xXX> */
-} Piece;
+} Token;
 
 struct Tokenizer {
     int size;                       /* all ids are below it */
     Bytes text;                     /* all tokens' bytes, one after the other */
-    Piece *piece;                   /* (MOST_IDS) */
+    Token *token;                   /* (MOST_IDS) */
     Map by_text;                    /* a hash of the bytes -> id */
     Map merge;                      /* (left, right) -> (rank, the token that they become) */
     int features;                   /* PREPEND_MARK, ... */
@@ -84,16 +84,16 @@ struct Tokenizer {
 static uint64_t pair(int left, int right) { return (uint64_t)(uint32_t)left << 32 | (uint32_t)right; }
 
 /* The token with these bytes, or -1. define() refuses two tokens with the same hash. */
-static int find(const Tokenizer *t, const char *s, size_t n) {
+static int find_token(const Tokenizer *t, const char *s, size_t n) {
     int id = (int)map_get(&t->by_text, text_hash(HASH_OF_NONE, s, n));
-    bool same = id >= 0 && id < t->size && t->piece[id].n == n && !memcmp(t->text.data + t->piece[id].begin, s, n);
+    bool same = id >= 0 && id < t->size && t->token[id].n == n && !memcmp(t->text.data + t->token[id].begin, s, n);
     return same ? id : -1;
 }
 
 /* The same, but never a control token. */
 static int find_plain(const Tokenizer *t, const char *s, size_t n) {
-    int id = find(t, s, n);
-    return id >= 0 && t->piece[id].control ? -1 : id;
+    int id = find_token(t, s, n);
+    return id >= 0 && t->token[id].control ? -1 : id;
 }
 
 static void prefixes_add(Map *prefixes, const char *s, size_t n, int id) {
@@ -135,7 +135,7 @@ static bool character_add(Encoder *w, const char *s, size_t n, size_t begin) {
     for (size_t i = 0; i < n; i++) {
         unsigned char byte = (unsigned char)s[i];
         id = t->byte_token[byte];
-        if (id < 0 || (id != t->unknown && t->piece[id].control))
+        if (id < 0 || (id != t->unknown && t->token[id].control))
             return fail(w->e, BAD_MODEL, "tokenizer.json has no token for the byte 0x%02X of the text", byte);
         bool again = w->out->n > begin && w->out->data[w->out->n - 1] == id;
         if (id != t->unknown || !again) ids_add(w->out, id);
@@ -147,17 +147,17 @@ static bool character_add(Encoder *w, const char *s, size_t n, size_t begin) {
  * token, but not the bytes of a character that has none. Hashes are compared alone, as for added tokens. */
 static int64_t find_merge(const Tokenizer *t, int left, int right) {
     if (!(t->features & SCORES)) return map_get(&t->merge, pair(left, right));
-    const Piece *l = t->piece + left, *r = t->piece + right;
+    const Token *l = t->token + left, *r = t->token + right;
     uint64_t h = text_hash(HASH_OF_NONE, t->text.data + l->begin, l->n);
     int id = l->byte || r->byte ? -1 : (int)map_get(&t->by_text, text_hash(h, t->text.data + r->begin, r->n));
-    return id < 0 ? -1 : (int64_t)pair((int)t->piece[id].rank, id);
+    return id < 0 ? -1 : (int64_t)pair((int)t->token[id].rank, id);
 }
 
 /* Finds the rank of merging a symbol with its right neighbour, and brings the tree above it up to date. */
 static void rank_merge(Encoder *w, int at) {
     int next = w->symbol[at].next;
     int64_t merge = next < 0 ? -1 : find_merge(w->t, w->symbol[at].id, w->symbol[next].id);
-    bool can = merge != -1 && !w->t->piece[(int)merge].control;
+    bool can = merge != -1 && !w->t->token[(int)merge].control;
     uint64_t *best = w->best;
     size_t i = w->symbols + (size_t)at;
     best[i] = can ? pair((int)(merge >> 32), at) : UINT64_MAX;
@@ -221,7 +221,7 @@ static Cut next_added(const Encoder *w, int step, const char *s, size_t n, size_
             h = text_hash(h, s + i, 1);
             int id = (int)map_get(t->prefixes + step, h);
             if (id < 0) break;
-            if (id >= t->size || (t->piece[id].control && !(w->flags & CONTROL_TOKENS))) continue;
+            if (id >= t->size || (t->token[id].control && !(w->flags & CONTROL_TOKENS))) continue;
             if (i + 1 < n && (s[i + 1] & 0xC0) == 0x80) continue; /* amid a character: another text with this hash */
             cut = (Cut){begin, i + 1, id};
         }
@@ -348,8 +348,8 @@ bool tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int flags,
 /* ---- decoding ---- */
 
 void tokenizer_bytes(const Tokenizer *t, Decoder *d, int id, Bytes *out) {
-    if (id < 0 || id >= t->size || !t->piece[id].n) return;
-    const char *s = t->text.data + t->piece[id].begin, *end = s + t->piece[id].n;
+    if (id < 0 || id >= t->size || !t->token[id].n) return;
+    const char *s = t->text.data + t->token[id].begin, *end = s + t->token[id].n;
     for (bool begun = d->begun; s < end; begun = true) {
         bool marked = t->features & UNMARK_SPACES && end - s >= 3 && !memcmp(s, MARK, 3);
         char c = marked ? ' ' : *s;
@@ -408,10 +408,10 @@ static bool define(Tokenizer *t, double number, const char *name, Error *e) {
     text_add(t, name, strlen(name));
     size_t n = t->text.n - begin;
     uint64_t key = text_hash(HASH_OF_NONE, t->text.data + begin, n);
-    if (!n || t->piece[id].n || map_get(&t->by_text, key) >= 0)
+    if (!n || t->token[id].n || map_get(&t->by_text, key) >= 0)
         return fail(e, BAD_MODEL, "the token '%.100s', id %d, is empty, or its text or id appears twice", name, id);
     if (t->size <= id) t->size = id + 1;
-    t->piece[id] = (Piece){.begin = (uint32_t)begin, .n = (uint32_t)n};
+    t->token[id] = (Token){.begin = (uint32_t)begin, .n = (uint32_t)n};
     map_put(&t->by_text, key, id);
     return true;
 }
@@ -422,11 +422,11 @@ static void find_byte_tokens(Tokenizer *t, bool fallback) {
     int known = 0;
     for (int b = 0; b < 256; b++) {
         LocalText name = text_print("<0x%02X>", b);
-        int id = t->byte_token[b] = fallback ? find(t, name, 6) : -1;
+        int id = t->byte_token[b] = fallback ? find_token(t, name, 6) : -1;
         if (id < 0) continue;
-        t->text.data[t->piece[id].begin] = (char)b; /* what it decodes to */
-        t->piece[id].n = 1;
-        t->piece[id].byte = true;
+        t->text.data[t->token[id].begin] = (char)b; /* what it decodes to */
+        t->token[id].n = 1;
+        t->token[id].byte = true;
         known++;
     }
     for (int b = 0; b < 256 && !known; b++) t->byte_token[b] = t->unknown;
@@ -442,15 +442,15 @@ static bool read_added(Tokenizer *t, const cJSON *added, Error *e) {
         return fail(e, BAD_MODEL, "single_word, lstrip and rstrip of '%.100s' are not implemented", text);
     size_t n = strlen(text), begin = t->text.n; /* the end of the text is work space */
     const bool listed = text_add(t, text, n);
-    int id = find(t, t->text.data + begin, t->text.n - begin);
+    int id = find_token(t, t->text.data + begin, t->text.n - begin);
     t->text.n = begin;
     if (n > MOST_ADDED) return fail(e, BAD_MODEL, "the added token '%.100s' has more than %d bytes", text, MOST_ADDED);
     if ((id < 0 || (!listed && id != number)) && !define(t, number, text, e)) return false;
     if (id < 0) id = (int)number;
-    if (t->piece[id].added)
+    if (t->token[id].added)
         return fail(e, BAD_MODEL, "the added token '%.100s', id %.15g, or its id appears twice", text, number);
-    t->piece[id].added = true;
-    t->piece[id].control = json_true(added, "special");
+    t->token[id].added = true;
+    t->token[id].control = json_true(added, "special");
     LocalBytes found = {0};
     if (normalized) normalize(t, text, n, false, &found);
     prefixes_add(t->prefixes + normalized, normalized ? found.data : text, normalized ? found.n : n, id);
@@ -493,8 +493,8 @@ static bool read_scores(Tokenizer *t, const cJSON *scores, Error *e) {
     const cJSON *score = scores->child;
     t->features |= SCORES;
     for (int id = 0; id < t->size; id++, score = score ? score->next : NULL) {
-        t->piece[id].rank = ~order_key(score ? (float)score->valuedouble + 0.0f : 0); /* -0 is 0 */
-        if (t->piece[id].n > MOST_ADDED)
+        t->token[id].rank = ~order_key(score ? (float)score->valuedouble + 0.0f : 0); /* -0 is 0 */
+        if (t->token[id].n > MOST_ADDED)
             return fail(e, BAD_MODEL, "the token %d has more than %d bytes", id, MOST_ADDED);
     }
     return true;
@@ -514,7 +514,7 @@ static bool read_model(Tokenizer *t, const cJSON *model, Error *e) {
     if (json_true(model, "ignore_merges")) t->features |= IGNORE_MERGES;
     cJSON_ArrayForEach(token, vocab) if (!define(t, cJSON_GetNumberValue(token), token->string, e)) return false;
     if (!read_merges(t, merges, e) || (scores && !read_scores(t, scores, e))) return false;
-    t->unknown = unknown && json_true(model, "fuse_unk") ? find(t, unknown, strlen(unknown)) : -1;
+    t->unknown = unknown && json_true(model, "fuse_unk") ? find_token(t, unknown, strlen(unknown)) : -1;
     find_byte_tokens(t, json_true(model, "byte_fallback"));
     return true;
 }
@@ -586,7 +586,7 @@ static bool read_stage(Tokenizer *t, const cJSON *file, const char *name, const 
     return true;
 }
 
-static bool read_file(Tokenizer *t, const cJSON *file, Error *e) {
+static bool read_tokenizer(Tokenizer *t, const cJSON *file, Error *e) {
     const cJSON *added = json_get(file, "added_tokens"), *one;
     if (!read_stage(t, file, "normalizer", "normalizers", e)) return false;
     if (!read_stage(t, file, "pre_tokenizer", "pretokenizers", e)) return false;
@@ -613,14 +613,14 @@ static void add_template(Tokenizer *t, const cJSON *template, bool counts, Bytes
 
 /* The files beside tokenizer.json: the first with a template counts, and tokenizer_config.json says whether a text
  * begins with a token. */
-static bool read_config(Tokenizer *t, JsonFile *json, const void *model, Bytes *all, Error *e) {
+static bool read_companions(Tokenizer *t, JsonFile *json, const void *model, Bytes *all, Error *e) {
     static const char *const names[] = {"chat_template.jinja", "chat_template.json", "tokenizer_config.json"};
     for (int i = 0; i < 3; i++) {
         LocalJson file = json(model, names[i], e);
         if (!file && e->code) return false;
         const cJSON *add = json_get(file, "add_bos_token"), *bos = json_get(file, "bos_token");
         const char *name = cJSON_IsString(bos) ? bos->valuestring : json_string(bos, "content");
-        if (name) t->bos = find(t, name, strlen(name));
+        if (name) t->bos = find_token(t, name, strlen(name));
         if (cJSON_IsBool(add)) t->first = cJSON_IsTrue(add) ? t->bos : -1;
         add_template(t, i ? json_get(file, "chat_template") : file, !t->chat_template.n, all);
     }
@@ -633,7 +633,7 @@ static bool mark_control(Tokenizer *t, const Bytes *template, Error *e) {
     if (template->n > UINT32_MAX / (1 + t->prefixes[0].n + t->prefixes[1].n))
         return fail(e, BAD_MODEL, "the chat template is too long for so many added tokens");
     for (int id = 0; id < t->size; id++) {
-        Piece *p = t->piece + id;
+        Token *p = t->token + id;
         const char *name = t->text.data + p->begin;
         if (p->added && (unsigned char)*name > ' ' && memmem(template->data, template->n, name, p->n))
             p->control = true;
@@ -648,10 +648,10 @@ Tokenizer *tokenizer_open(const char *path, JsonFile *json, const void *model, E
     Tokenizer *t = allocate_zero(1, sizeof *t);
     LocalBytes templates = {0};
     t->first = t->last = t->bos = t->unknown = -1;
-    t->piece = allocate_zero(MOST_IDS, sizeof *t->piece);
+    t->token = allocate_zero(MOST_IDS, sizeof *t->token);
     bytes_text(&t->text, ""), bytes_text(&t->chat_template, ""), bytes_text(&templates, "");
-    bool ok = read_file(t, file, e) || fail(e, BAD_MODEL, "%s: %s", path, e->text);
-    if (ok && read_config(t, json, model, &templates, e) && mark_control(t, &templates, e)) return t;
+    bool ok = read_tokenizer(t, file, e) || fail(e, BAD_MODEL, "%s: %s", path, e->text);
+    if (ok && read_companions(t, json, model, &templates, e) && mark_control(t, &templates, e)) return t;
     tokenizer_close(t);
     return NULL;
 }
@@ -661,13 +661,13 @@ void tokenizer_close(Tokenizer *t) {
     for (int i = 0; i < t->splits; i++) pcre2_code_free(t->split[i]);
     map_free(&t->by_text), map_free(&t->merge), map_free(t->prefixes), map_free(t->prefixes + 1);
     bytes_free(&t->text), bytes_free(&t->chat_template);
-    free(t->piece), free(t);
+    free(t->token), free(t);
 }
 
 bool tokenizer_fit(Tokenizer *t, int vocab) {
     for (int id = vocab; id < t->size; id++)
-        if (t->piece[id].n && !t->piece[id].added) return false;
-    for (int id = vocab; id < t->size; id++) t->piece[id].control = true; /* no merge makes it */
+        if (t->token[id].n && !t->token[id].added) return false;
+    for (int id = vocab; id < t->size; id++) t->token[id].control = true; /* no merge makes it */
     for (int b = 0; b < 256; b++)
         if (t->byte_token[b] >= vocab) t->byte_token[b] = -1;
     if (t->first >= vocab) t->first = -1;
@@ -681,10 +681,10 @@ const char *tokenizer_template(const Tokenizer *t) { return t->chat_template.dat
 int tokenizer_size(const Tokenizer *t) { return t->size; }
 
 int tokenizer_added(const Tokenizer *t, const char *text) {
-    int id = find(t, text, strlen(text));
-    return id >= 0 && t->piece[id].added ? id : -1;
+    int id = find_token(t, text, strlen(text));
+    return id >= 0 && t->token[id].added ? id : -1;
 }
 
 int tokenizer_bos(const Tokenizer *t) { return t->bos; }
 
-bool tokenizer_is_control(const Tokenizer *t, int id) { return id >= 0 && id < t->size && t->piece[id].control; }
+bool tokenizer_is_control(const Tokenizer *t, int id) { return id >= 0 && id < t->size && t->token[id].control; }
