@@ -25,7 +25,7 @@ HERE      = $(if $(filter no,$(EXTENSIONS)),$(BUILD)/)
 LIBRARIES = libcjson libpcre2-8 libcurl libcrypto libutf8proc $(if $(filter terminal,$(ROOMS)),libedit) \
             $(if $(filter serve,$(ROOMS)),libmicrohttpd)
 PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev libutf8proc-dev libmicrohttpd-dev
-SOURCES   = base.c model.c gguf.c tokenizer.c chat.c scheduler.c extensions.c download.c infer.c \
+SOURCES   = base.c model.c tokenizer.c chat.c scheduler.c extensions.c download.c infer.c \
             $(wildcard $(foreach room,$(ROOMS),$(room)/*.c))
 REFERENCE = $(SOURCES) tests/reference.c
 

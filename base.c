@@ -1,4 +1,4 @@
-/* base.c: errors, growing arrays, UTF-8, small files, strict JSON. See base.h. */
+/* base.c: errors, growing arrays, a hash table, UTF-8, small files, strict JSON. See base.h. */
 #include "base.h"
 
 #include <ctype.h>
@@ -78,6 +78,40 @@ void ids_add(Ids *ids, int id) { ids_append(ids, &id, 1); }
 void ids_free(Ids *ids) {
     free(ids->data);
     *ids = (Ids){0};
+}
+
+static size_t map_slot(const Map *m, uint64_t key) {
+    uint64_t h = key * 0x9E3779B97F4A7C15u;
+    size_t i = (h ^ h >> 32) & (m->room - 1);
+    while (m->slot[i].value >= 0 && m->slot[i].key != key) i = (i + 1) & (m->room - 1);
+    return i;
+}
+
+int64_t map_get(const Map *m, uint64_t key) { return m->room ? m->slot[map_slot(m, key)].value : -1; }
+
+void map_put(Map *m, uint64_t key, int64_t value) {
+    if (m->n * 2 >= m->room) {
+        Map old = *m;
+        m->room = old.room ? old.room * 2 : 64;
+        m->slot = allocate(m->room * sizeof *m->slot);
+        memset(m->slot, 0xFF, m->room * sizeof *m->slot);
+        for (size_t i = 0; i < old.room; i++)
+            if (old.slot[i].value >= 0) m->slot[map_slot(m, old.slot[i].key)] = old.slot[i];
+        free(old.slot);
+    }
+    size_t i = map_slot(m, key);
+    m->n += m->slot[i].value < 0;
+    m->slot[i] = (MapSlot){key, value};
+}
+
+void map_free(Map *m) {
+    free(m->slot);
+    *m = (Map){0};
+}
+
+uint64_t text_hash(uint64_t h, const char *s, size_t n) {
+    for (size_t i = 0; i < n; i++) h = (h ^ (unsigned char)s[i]) * 0x100000001b3u;
+    return h;
 }
 
 void text_free(char **text) { free(*text); }

@@ -1,5 +1,6 @@
-/* base.h: what all other C files use: exit codes, one-line errors, growing arrays, UTF-8, small files, strict JSON.
- * cJSON accepts more than RFC 8259 allows; json_parse() does not, and refuses an object with the same key twice. */
+/* base.h: what all other C files use: exit codes, one-line errors, growing arrays, a hash table, UTF-8, small files,
+ * strict JSON. cJSON accepts more than RFC 8259 allows; json_parse() does not, and refuses an object with the same key
+ * twice. */
 #ifndef BASE_H
 #define BASE_H
 
@@ -60,6 +61,21 @@ typedef struct { /* token ids that grow */
 void ids_add(Ids *ids, int id);
 void ids_append(Ids *ids, const int *more, size_t n);
 void ids_free(Ids *ids);
+
+typedef struct {
+    uint64_t key;
+    int64_t value; /* -1: empty */
+} MapSlot;
+typedef struct { /* a hash table that grows; values are not negative */
+    MapSlot *slot;
+    size_t n, room; /* room: 0 or a power of two */
+} Map;
+int64_t map_get(const Map *m, uint64_t key); /* or -1 */
+void map_put(Map *m, uint64_t key, int64_t value);
+void map_free(Map *m);
+/* FNV-1a of n bytes that follow those with the hash h. */
+#define HASH_OF_NONE UINT64_C(0xcbf29ce484222325)
+uint64_t text_hash(uint64_t h, const char *s, size_t n);
 
 /* A local variable of one of these types is freed where its block ends, however the block is left. So it gets a value
  * where it is declared, one LocalText or LocalJson a line. LOCAL: of a type with another function that frees it. */

@@ -74,8 +74,8 @@ struct Container {
     /* The header of file i, which is mapped, as safetensors' JSON. *data: where its data begins; *alignment: each
      * tensor begins at a multiple of it. NULL: BAD_MODEL. */
     cJSON *(*header)(const Tensors *t, int i, size_t *data, size_t *alignment, Error *e);
-    /* What the hub's file `name` holds (config.json, tokenizer.json, ...; chat_template.jinja is a string). NULL: there
-     * is no such file, or an error. */
+    /* What the hub's file `name` holds (config.json, tokenizer.json, ...; chat_template.jinja is a string). It may share
+     * texts with t->metadata. NULL: there is no such file, or an error. */
     cJSON *(*json)(const Tensors *t, const char *path, const char *name, Error *e);
     bool in_files;               /* json() reads the tensors' files, which must be open */
     bool whole_norms;            /* norms are stored as w, also in families whose safetensors have w - 1 */
@@ -97,10 +97,6 @@ void tensors_close(Tensors *t);
 Tensor *tensors_find(const Tensors *t, const char *name); /* or NULL */
 /* Adds a file to those to open, unless it is listed. Takes `name` over. */
 void tensors_add_file(Tensors *t, char *name);
-
-bool gguf_named(const char *path);
-cJSON *gguf_header(const TensorFile *f, int i, int n, const cJSON *metadata, size_t *data, size_t *alignment, Error *e);
-cJSON *gguf_config(const Tensors *t, const char *path, Error *e);
 
 /* Names what often comes in place of a model's file, by its first bytes; NULL: nothing known. */
 const char *file_kind(const char *data, size_t n);

@@ -311,15 +311,20 @@ static bool open_checkpoint(Session *s, int need, Error *e) {
     return checkpoint_make_up(c, s->dir, s->encoding, e);
 }
 
+/* A JsonFile: what the model's container has. */
+static cJSON *session_json(const void *session, const char *name, Error *e) {
+    const Session *s = session;
+    *e = (Error){0};
+    return container_at(s->dir)->json(&s->checkpoint.tensors, s->dir, name, e);
+}
+
 static bool open_tokenizer(Session *s, bool may_lack, Error *e) {
-    const Tensors *t = &s->checkpoint.tensors;
-    const cJSON *gguf = container_at(s->dir)->in_files ? t->metadata : NULL;
-    LocalText path = text_print(gguf ? "%s" : "%s/tokenizer.json", s->dir);
+    LocalText path = text_print(container_at(s->dir)->in_files ? "%s" : "%s/tokenizer.json", s->dir);
     const int vocab = s->checkpoint.model.vocab;
     if (may_lack && !file_exists(path)) return true;
     if (access(path, F_OK))
         return fail(e, BAD_MODEL, "%s: missing: is the model's download incomplete? infer download goes on", path);
-    s->tokenizer = tokenizer_open(path, gguf, e);
+    s->tokenizer = tokenizer_open(path, session_json, s, e);
     if (!s->tokenizer || !vocab || tokenizer_fit(s->tokenizer, vocab)) return s->tokenizer;
     return fail(e, BAD_MODEL, "%s: it has ids up to %d, the config a vocabulary of %d: they belong to different models",
                 path, tokenizer_size(s->tokenizer) - 1, vocab);

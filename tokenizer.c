@@ -6,9 +6,9 @@
  * for, so encoding and decoding need no alphabet. Components that are not implemented are refused by name, because a
  * tokenizer that is almost right is wrong. */
 #define PCRE2_CODE_UNIT_WIDTH 8
+#include "sampling.h"
 #include "tokenizer.h"
 
-#include <math.h>
 #include <pcre2.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,11 +17,10 @@
 
 /* Limits far above any real file. They keep memory and work in proportion to the file and the text. */
 enum {
-    MOST_BYTES = 256 << 20,    /* of the file */
     MOST_TEXT = INT32_MAX / 4, /* bytes of a text */
     MOST_IDS = 1 << 20,
     MOST_SPLITS = 8,
-    MOST_ADDED = 256, /* bytes of an added token, or of a token with a score: merge_by_score() tries all its cuts */
+    MOST_ADDED = 256, /* bytes of an added token, or of one with a score, which find_merge() hashes often */
     MOST_MARKS = 256, /* combining marks in a row that NFC sorts, in time that grows with their square */
     STEPS = 100       /* steps of the matcher for a byte of text; real patterns need 5 at most */
 };
@@ -32,8 +31,8 @@ enum {
 /* What a file asks for. A mark begins every text (PREPEND_MARK) or the first one (FIRST_MARK); marks replace spaces.
  * Decoding turns marks into spaces (UNMARK_SPACES) and drops the first space (STRIP_SPACE). NFC composes text. */
 enum { PREPEND_MARK = 1, FIRST_MARK = 2, MARK_SPACES = 4, UNMARK_SPACES = 8, STRIP_SPACE = 16, NFC = 32 };
-/* Words are bytes, not characters; a word that is a token needs no merges; in GGUF, by default `bos` begins a text. */
-enum { BYTE_LEVEL = 64, IGNORE_MERGES = 128, BEGINS = 256 };
+/* Words are bytes, not characters; a word that is a token needs no merges; scores take the place of merges. */
+enum { BYTE_LEVEL = 64, IGNORE_MERGES = 128, SCORES = 256 };
 
 /* Components of tokenizer.json without parameters. */
 static const struct {
@@ -54,26 +53,17 @@ static const struct {
 /* GPT-2's pattern, which a ByteLevel pre-tokenizer with use_regex stands for (openai/gpt-2, encoder.py). */
 static const char gpt2_pattern[] = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
 
-typedef struct {
-    uint64_t key;
-    int64_t value; /* -1: empty */
-} Slot;
-
-typedef struct { /* a hash table; values are not negative */
-    Slot *slot;
-    size_t n, room; /* room: 0 or a power of two */
-} Map;
-
 typedef struct {       /* a token */
     uint32_t begin, n; /* its bytes in Tokenizer.text; n is 0 where an id has none */
-    float score;       /* of a GGUF vocabulary */
+    uint32_t rank;     /* with scores: the highest score has the least */
     bool added, control;
-} Piece;
+    bool byte; /* written <0xXX> */
+} Token;
 
 struct Tokenizer {
     int size;                       /* all ids are below it */
     Bytes text;                     /* all tokens' bytes, one after the other */
-    Piece *piece;                   /* (MOST_IDS) */
+    Token *token;                   /* (MOST_IDS) */
     Map by_text;                    /* a hash of the bytes -> id */
     Map merge;                      /* (left, right) -> (rank, the token that they become) */
     int features;                   /* PREPEND_MARK, ... */
@@ -84,63 +74,32 @@ struct Tokenizer {
     /* Added tokens found in raw text, and in normalized text: a hash of each beginning -> id, or MOST_IDS if it goes
      * on. Hashes are compared alone: a text made to collide gets a wrong token, but no control token. */
     Map prefixes[2];
-    int first;           /* the token that WITH_TEMPLATE adds in front of a text, or -1 */
+    int first, last;     /* the tokens that WITH_TEMPLATE adds before and behind a text, or -1 */
     int bos;             /* what a chat template knows as bos_token, or -1 */
     Bytes chat_template; /* see tokenizer_template() */
 };
 
 /* ---- look-up ---- */
 
-static size_t map_slot(const Map *m, uint64_t key) {
-    uint64_t h = key * 0x9E3779B97F4A7C15u;
-    size_t i = (h ^ h >> 32) & (m->room - 1);
-    while (m->slot[i].value >= 0 && m->slot[i].key != key) i = (i + 1) & (m->room - 1);
-    return i;
-}
-
-static int64_t map_get(const Map *m, uint64_t key) { return m->room ? m->slot[map_slot(m, key)].value : -1; }
-
-static void map_put(Map *m, uint64_t key, int64_t value) {
-    if (m->n * 2 >= m->room) {
-        Map old = *m;
-        m->room = old.room ? old.room * 2 : 64;
-        m->slot = allocate(m->room * sizeof *m->slot);
-        memset(m->slot, 0xFF, m->room * sizeof *m->slot);
-        for (size_t i = 0; i < old.room; i++)
-            if (old.slot[i].value >= 0) m->slot[map_slot(m, old.slot[i].key)] = old.slot[i];
-        free(old.slot);
-    }
-    size_t i = map_slot(m, key);
-    m->n += m->slot[i].value < 0;
-    m->slot[i] = (Slot){key, value};
-}
-
 static uint64_t pair(int left, int right) { return (uint64_t)(uint32_t)left << 32 | (uint32_t)right; }
 
-/* FNV-1a, begun with FNV. */
-static const uint64_t FNV = 0xcbf29ce484222325u;
-static uint64_t hash(uint64_t h, const char *s, size_t n) {
-    for (size_t i = 0; i < n; i++) h = (h ^ (unsigned char)s[i]) * 0x100000001b3u;
-    return h;
-}
-
 /* The token with these bytes, or -1. define() refuses two tokens with the same hash. */
-static int find(const Tokenizer *t, const char *s, size_t n) {
-    int id = (int)map_get(&t->by_text, hash(FNV, s, n));
-    bool same = id >= 0 && id < t->size && t->piece[id].n == n && !memcmp(t->text.data + t->piece[id].begin, s, n);
+static int find_token(const Tokenizer *t, const char *s, size_t n) {
+    int id = (int)map_get(&t->by_text, text_hash(HASH_OF_NONE, s, n));
+    bool same = id >= 0 && id < t->size && t->token[id].n == n && !memcmp(t->text.data + t->token[id].begin, s, n);
     return same ? id : -1;
 }
 
 /* The same, but never a control token. */
 static int find_plain(const Tokenizer *t, const char *s, size_t n) {
-    int id = find(t, s, n);
-    return id >= 0 && t->piece[id].control ? -1 : id;
+    int id = find_token(t, s, n);
+    return id >= 0 && t->token[id].control ? -1 : id;
 }
 
 static void prefixes_add(Map *prefixes, const char *s, size_t n, int id) {
-    uint64_t h = FNV;
+    uint64_t h = HASH_OF_NONE;
     for (size_t i = 0; i < n; i++) {
-        h = hash(h, s + i, 1);
+        h = text_hash(h, s + i, 1);
         int known = (int)map_get(prefixes, h);
         if (known < 0 || known == MOST_IDS) map_put(prefixes, h, i + 1 == n ? id : MOST_IDS);
     }
@@ -176,7 +135,7 @@ static bool character_add(Encoder *w, const char *s, size_t n, size_t begin) {
     for (size_t i = 0; i < n; i++) {
         unsigned char byte = (unsigned char)s[i];
         id = t->byte_token[byte];
-        if (id < 0 || (id != t->unknown && t->piece[id].control))
+        if (id < 0 || (id != t->unknown && t->token[id].control))
             return fail(w->e, BAD_MODEL, "tokenizer.json has no token for the byte 0x%02X of the text", byte);
         bool again = w->out->n > begin && w->out->data[w->out->n - 1] == id;
         if (id != t->unknown || !again) ids_add(w->out, id);
@@ -184,11 +143,21 @@ static bool character_add(Encoder *w, const char *s, size_t n, size_t begin) {
     return true;
 }
 
+/* The rank of a merge and the token that it makes, or -1. With scores any two tokens merge whose texts together are a
+ * token, but not the bytes of a character that has none. Hashes are compared alone, as for added tokens. */
+static int64_t find_merge(const Tokenizer *t, int left, int right) {
+    if (!(t->features & SCORES)) return map_get(&t->merge, pair(left, right));
+    const Token *l = t->token + left, *r = t->token + right;
+    uint64_t h = text_hash(HASH_OF_NONE, t->text.data + l->begin, l->n);
+    int id = l->byte || r->byte ? -1 : (int)map_get(&t->by_text, text_hash(h, t->text.data + r->begin, r->n));
+    return id < 0 ? -1 : (int64_t)pair((int)t->token[id].rank, id);
+}
+
 /* Finds the rank of merging a symbol with its right neighbour, and brings the tree above it up to date. */
 static void rank_merge(Encoder *w, int at) {
     int next = w->symbol[at].next;
-    int64_t merge = next < 0 ? -1 : map_get(&w->t->merge, pair(w->symbol[at].id, w->symbol[next].id));
-    bool can = merge >= 0 && !w->t->piece[(int)merge].control;
+    int64_t merge = next < 0 ? -1 : find_merge(w->t, w->symbol[at].id, w->symbol[next].id);
+    bool can = merge != -1 && !w->t->token[(int)merge].control;
     uint64_t *best = w->best;
     size_t i = w->symbols + (size_t)at;
     best[i] = can ? pair((int)(merge >> 32), at) : UINT64_MAX;
@@ -221,7 +190,7 @@ static bool merge_word(Encoder *w, const char *s, size_t n) {
     for (int i = 0; i < symbols; i++) rank_merge(w, i);
     while (w->best[1] != UINT64_MAX) {
         int left = (int)(uint32_t)w->best[1], right = symbol[left].next, next = symbol[right].next;
-        symbol[left].id = (int)map_get(&t->merge, pair(symbol[left].id, symbol[right].id));
+        symbol[left].id = (int)find_merge(t, symbol[left].id, symbol[right].id);
         symbol[left].next = next;
         symbol[right].next = -1;
         if (next >= 0) symbol[next].previous = left;
@@ -246,13 +215,13 @@ static Cut next_added(const Encoder *w, int step, const char *s, size_t n, size_
     const Tokenizer *t = w->t;
     Cut cut = {n, n, -1};
     for (size_t begin = from; begin < n && cut.id < 0; begin++) {
-        uint64_t h = FNV;
+        uint64_t h = HASH_OF_NONE;
         if ((s[begin] & 0xC0) == 0x80) continue;
         for (size_t i = begin; i < n; i++) {
-            h = hash(h, s + i, 1);
+            h = text_hash(h, s + i, 1);
             int id = (int)map_get(t->prefixes + step, h);
             if (id < 0) break;
-            if (id >= t->size || (t->piece[id].control && !(w->flags & CONTROL_TOKENS))) continue;
+            if (id >= t->size || (t->token[id].control && !(w->flags & CONTROL_TOKENS))) continue;
             if (i + 1 < n && (s[i + 1] & 0xC0) == 0x80) continue; /* amid a character: another text with this hash */
             cut = (Cut){begin, i + 1, id};
         }
@@ -367,6 +336,7 @@ bool tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int flags,
     size_t before = out->n;
     if (flags & WITH_TEMPLATE && t->first >= 0) ids_add(out, t->first);
     bool ok = encode_from(&w, 0, text, n);
+    if (flags & WITH_TEMPLATE && t->last >= 0) ids_add(out, t->last);
     if (!ok) out->n = before;
     pcre2_match_data_free(w.match);
     pcre2_match_context_free(w.limits);
@@ -378,8 +348,8 @@ bool tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int flags,
 /* ---- decoding ---- */
 
 void tokenizer_bytes(const Tokenizer *t, Decoder *d, int id, Bytes *out) {
-    if (id < 0 || id >= t->size || !t->piece[id].n) return;
-    const char *s = t->text.data + t->piece[id].begin, *end = s + t->piece[id].n;
+    if (id < 0 || id >= t->size || !t->token[id].n) return;
+    const char *s = t->text.data + t->token[id].begin, *end = s + t->token[id].n;
     for (bool begun = d->begun; s < end; begun = true) {
         bool marked = t->features & UNMARK_SPACES && end - s >= 3 && !memcmp(s, MARK, 3);
         char c = marked ? ' ' : *s;
@@ -437,11 +407,11 @@ static bool define(Tokenizer *t, double number, const char *name, Error *e) {
     size_t begin = t->text.n;
     text_add(t, name, strlen(name));
     size_t n = t->text.n - begin;
-    uint64_t key = hash(FNV, t->text.data + begin, n);
-    if (!n || t->piece[id].n || map_get(&t->by_text, key) >= 0)
+    uint64_t key = text_hash(HASH_OF_NONE, t->text.data + begin, n);
+    if (!n || t->token[id].n || map_get(&t->by_text, key) >= 0)
         return fail(e, BAD_MODEL, "the token '%.100s', id %d, is empty, or its text or id appears twice", name, id);
     if (t->size <= id) t->size = id + 1;
-    t->piece[id] = (Piece){.begin = (uint32_t)begin, .n = (uint32_t)n};
+    t->token[id] = (Token){.begin = (uint32_t)begin, .n = (uint32_t)n};
     map_put(&t->by_text, key, id);
     return true;
 }
@@ -452,28 +422,35 @@ static void find_byte_tokens(Tokenizer *t, bool fallback) {
     int known = 0;
     for (int b = 0; b < 256; b++) {
         LocalText name = text_print("<0x%02X>", b);
-        int id = t->byte_token[b] = fallback ? find(t, name, 6) : -1;
+        int id = t->byte_token[b] = fallback ? find_token(t, name, 6) : -1;
         if (id < 0) continue;
-        t->text.data[t->piece[id].begin] = (char)b; /* what it decodes to */
-        t->piece[id].n = 1;
+        t->text.data[t->token[id].begin] = (char)b; /* what it decodes to */
+        t->token[id].n = 1;
+        t->token[id].byte = true;
         known++;
     }
     for (int b = 0; b < 256 && !known; b++) t->byte_token[b] = t->unknown;
 }
 
-/* Adds a token that is cut out of the text first. If the vocabulary lists its name, the id there counts. */
-static bool add_token(Tokenizer *t, double number, const char *text, bool control, bool normalized, Error *e) {
+/* Reads a token that is cut out of the text first. If the vocabulary lists its name, the id there counts. */
+static bool read_added(Tokenizer *t, const cJSON *added, Error *e) {
+    const char *text = json_string(added, "content");
+    const double number = cJSON_GetNumberValue(json_get(added, "id")); /* NaN if it is none */
+    const bool normalized = json_true(added, "normalized");
+    if (!text) return fail(e, BAD_MODEL, "an added token has no content");
+    if (json_true(added, "single_word") || json_true(added, "lstrip") || json_true(added, "rstrip"))
+        return fail(e, BAD_MODEL, "single_word, lstrip and rstrip of '%.100s' are not implemented", text);
     size_t n = strlen(text), begin = t->text.n; /* the end of the text is work space */
     const bool listed = text_add(t, text, n);
-    int id = find(t, t->text.data + begin, t->text.n - begin);
+    int id = find_token(t, t->text.data + begin, t->text.n - begin);
     t->text.n = begin;
     if (n > MOST_ADDED) return fail(e, BAD_MODEL, "the added token '%.100s' has more than %d bytes", text, MOST_ADDED);
     if ((id < 0 || (!listed && id != number)) && !define(t, number, text, e)) return false;
     if (id < 0) id = (int)number;
-    if (t->piece[id].added)
+    if (t->token[id].added)
         return fail(e, BAD_MODEL, "the added token '%.100s', id %.15g, or its id appears twice", text, number);
-    t->piece[id].added = true;
-    t->piece[id].control = control;
+    t->token[id].added = true;
+    t->token[id].control = json_true(added, "special");
     LocalBytes found = {0};
     if (normalized) normalize(t, text, n, false, &found);
     prefixes_add(t->prefixes + normalized, normalized ? found.data : text, normalized ? found.n : n, id);
@@ -497,10 +474,10 @@ static bool read_merges(Tokenizer *t, const cJSON *merges, Error *e) {
         size_t cut = t->text.n;
         text_add(t, right, strlen(right));
         /* Compares hashes alone: reading the bytes costs cache misses, and a file with collisions harms only itself. */
-        uint64_t hash_left = hash(FNV, t->text.data + begin, cut - begin);
+        uint64_t hash_left = text_hash(HASH_OF_NONE, t->text.data + begin, cut - begin);
         int first = (int)map_get(&t->by_text, hash_left);
-        int second = (int)map_get(&t->by_text, hash(FNV, t->text.data + cut, t->text.n - cut));
-        int whole = (int)map_get(&t->by_text, hash(hash_left, t->text.data + cut, t->text.n - cut));
+        int second = (int)map_get(&t->by_text, text_hash(HASH_OF_NONE, t->text.data + cut, t->text.n - cut));
+        int whole = (int)map_get(&t->by_text, text_hash(hash_left, t->text.data + cut, t->text.n - cut));
         const char *missing = first < 0 ? "left half" : second < 0 ? "right half" : whole < 0 ? "result" : NULL;
         t->text.n = begin;
         if (missing)
@@ -510,8 +487,22 @@ static bool read_merges(Tokenizer *t, const cJSON *merges, Error *e) {
     return true;
 }
 
+/* "scores", one for each id, take the place of merges: SentencePiece keeps its vocabularies so. No tokenizer.json of
+ * the hub has this key, but what is made from files of other formats has. */
+static bool read_scores(Tokenizer *t, const cJSON *scores, Error *e) {
+    const cJSON *score = scores->child;
+    t->features |= SCORES;
+    for (int id = 0; id < t->size; id++, score = score ? score->next : NULL) {
+        t->token[id].rank = ~order_key(score ? (float)score->valuedouble + 0.0f : 0); /* -0 is 0 */
+        if (t->token[id].n > MOST_ADDED)
+            return fail(e, BAD_MODEL, "the token %d has more than %d bytes", id, MOST_ADDED);
+    }
+    return true;
+}
+
 static bool read_model(Tokenizer *t, const cJSON *model, Error *e) {
     const cJSON *vocab = json_get(model, "vocab"), *merges = json_get(model, "merges"), *token;
+    const cJSON *scores = json_get(model, "scores");
     const char *type = json_string(model, "type"), *unknown = json_string(model, "unk_token");
     const char *prefix = json_string(model, "continuing_subword_prefix");
     const char *suffix = json_string(model, "end_of_word_suffix");
@@ -522,19 +513,10 @@ static bool read_model(Tokenizer *t, const cJSON *model, Error *e) {
         return fail(e, BAD_MODEL, "continuing_subword_prefix and end_of_word_suffix are not implemented");
     if (json_true(model, "ignore_merges")) t->features |= IGNORE_MERGES;
     cJSON_ArrayForEach(token, vocab) if (!define(t, cJSON_GetNumberValue(token), token->string, e)) return false;
-    if (!read_merges(t, merges, e)) return false;
-    t->unknown = unknown && json_true(model, "fuse_unk") ? find(t, unknown, strlen(unknown)) : -1;
+    if (!read_merges(t, merges, e) || (scores && !read_scores(t, scores, e))) return false;
+    t->unknown = unknown && json_true(model, "fuse_unk") ? find_token(t, unknown, strlen(unknown)) : -1;
     find_byte_tokens(t, json_true(model, "byte_fallback"));
     return true;
-}
-
-static bool read_added(Tokenizer *t, const cJSON *added, Error *e) {
-    const char *text = json_string(added, "content");
-    if (!text) return fail(e, BAD_MODEL, "an added token has no content");
-    if (json_true(added, "single_word") || json_true(added, "lstrip") || json_true(added, "rstrip"))
-        return fail(e, BAD_MODEL, "single_word, lstrip and rstrip of '%.100s' are not implemented", text);
-    const double id = cJSON_GetNumberValue(json_get(added, "id")); /* NaN if it is none */
-    return add_token(t, id, text, json_true(added, "special"), json_true(added, "normalized"), e);
 }
 
 /* ---- its components; false: it is not implemented ---- */
@@ -562,13 +544,16 @@ static bool read_byte_level(Tokenizer *t, const cJSON *c) {
     return (use_regex && !cJSON_IsTrue(use_regex)) || add_split(t, gpt2_pattern);
 }
 
-/* The template may put one token before the text. */
+/* The template may put one token before the text and one behind it. */
 static bool read_template(Tokenizer *t, const cJSON *c) {
     const cJSON *list = json_get(c, "single"), *part = cJSON_IsArray(list) ? list->child : NULL;
-    const char *name = json_string(json_get(part, "SpecialToken"), "id");
-    if (name && (t->first = tokenizer_added(t, name)) < 0) return false;
-    if (name) part = part->next;
-    return json_get(part, "Sequence") && !part->next;
+    const char *first = json_string(json_get(part, "SpecialToken"), "id");
+    if (first && (t->first = tokenizer_added(t, first)) < 0) return false;
+    if (first) part = part->next;
+    if (!json_get(part, "Sequence")) return false;
+    const char *last = json_string(json_get(part->next, "SpecialToken"), "id");
+    if (last && (t->last = tokenizer_added(t, last)) < 0) return false;
+    return !part->next || (last && !part->next->next);
 }
 
 static bool read_part(Tokenizer *t, const char *stage, const cJSON *c) {
@@ -601,7 +586,7 @@ static bool read_stage(Tokenizer *t, const cJSON *file, const char *name, const 
     return true;
 }
 
-static bool read_file(Tokenizer *t, const cJSON *file, Error *e) {
+static bool read_tokenizer(Tokenizer *t, const cJSON *file, Error *e) {
     const cJSON *added = json_get(file, "added_tokens"), *one;
     if (!read_stage(t, file, "normalizer", "normalizers", e)) return false;
     if (!read_stage(t, file, "pre_tokenizer", "pretokenizers", e)) return false;
@@ -610,138 +595,6 @@ static bool read_file(Tokenizer *t, const cJSON *file, Error *e) {
     if (added && !cJSON_IsArray(added)) return fail(e, BAD_MODEL, "added_tokens is not an array");
     cJSON_ArrayForEach(one, added) if (!read_added(t, one, e)) return false;
     return read_stage(t, file, "post_processor", "processors", e);
-}
-
-/* ---- GGUF: the same from its metadata ---- */
-
-#define CONTRACTIONS "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-#define LETTERS(digits)                                                                                                \
-    CONTRACTIONS "|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|" digits                                                              \
-                 "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
-#define UPPER "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]"
-#define LOWER "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]"
-#define CASES(behind, digits)                                                                                          \
-    UPPER "*" LOWER "+" behind "|" UPPER "+" LOWER "*" behind "|" digits                                               \
-          "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
-
-/* The patterns that split text into words, by the names that GGUF files use. */
-static const struct {
-    const char *names, *split[6];
-    int features;
-} pres[] = {
-    {"llama-bpe llama3 llama-v3", {LETTERS("\\p{N}{1,3}")}, IGNORE_MERGES | BEGINS},
-    {"qwen2 deepseek-r1-qwen megrez", {LETTERS("\\p{N}")}, NFC},
-    {"gpt-4o llama4", {CASES(CONTRACTIONS "?", "\\p{N}{1,3}")}, IGNORE_MERGES},
-    {"tekken", {CASES("", "\\p{N}")}, IGNORE_MERGES | BEGINS},
-    {"smollm", {"\\p{N}", gpt2_pattern}, 0},
-    {"gpt-2", {gpt2_pattern}, 0},
-    {"deepseek-llm", /* letters with case of an older Unicode, but for some blocks */
-     {"[\r\n]",
-      "\\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-"
-      "Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴ"
-      "ᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-"
-      "ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-"
-      "ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+",
-      "\\s?[!-/:-~！-／：-～‘-‟　-。]+", "\\s+$", "[一-龥ࠀ-一가-퟿]+", "\\p{N}+"},
-     0},
-    {"deepseek-coder", {"[\r\n]", "\\s?\\p{L}+", "\\s?\\p{P}+", "[一-龥ࠀ-一가-퟿]+", "\\p{N}"}, 0},
-    {"deepseek-v3",
-     {"\\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
-      "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
-      " ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"},
-     0},
-};
-
-static int by_score(const void *a, const void *b, void *pieces) {
-    float left = ((const Piece *)pieces)[*(const int *)a].score, right = ((const Piece *)pieces)[*(const int *)b].score;
-    return (left < right) - (left > right);
-}
-
-/* SentencePiece's merges: any two tokens whose texts together are a token, the token with the highest score first. */
-static bool merge_by_score(Tokenizer *t, const cJSON *scores, Error *e) {
-    const cJSON *score = scores ? scores->child : NULL;
-    LocalIds sorted = {0};
-    for (int id = 0; id < t->size; id++, score = score ? score->next : NULL) {
-        t->piece[id].score = score ? fmaxf((float)score->valuedouble, -INFINITY) : 0; /* NaN has no order */
-        ids_add(&sorted, id);
-    }
-    if (t->size) qsort_r(sorted.data, sorted.n, sizeof(int), by_score, t->piece);
-    for (int i = 0, rank = 0; i < t->size; i++) {
-        const int id = sorted.data[i];
-        const Piece *whole = t->piece + id;
-        const char *text = t->text.data + whole->begin;
-        if (i && whole->score != t->piece[sorted.data[i - 1]].score) rank = i; /* equal scores have one rank */
-        if (whole->n > MOST_ADDED) return fail(e, BAD_MODEL, "the token %d has more than %d bytes", id, MOST_ADDED);
-        uint64_t h = FNV;
-        for (uint32_t cut = 1; cut < whole->n; cut++) { /* compares hashes alone, as read_merges() */
-            h = hash(h, text + cut - 1, 1);
-            int left = (int)map_get(&t->by_text, h), right = left < 0 ? -1 : find(t, text + cut, whole->n - cut);
-            if (right >= 0) map_put(&t->merge, pair(left, right), pair(rank, id));
-        }
-    }
-    return true;
-}
-
-/* tokenizer.ggml.token_type. */
-enum { NORMAL = 1, UNKNOWN, CONTROL, USER_DEFINED, UNUSED };
-
-static bool read_tokens(Tokenizer *t, const cJSON *metadata, Error *e) {
-    const cJSON *tokens = json_get(metadata, "tokenizer.ggml.tokens"), *token = tokens ? tokens->child : NULL;
-    const cJSON *types = json_get(metadata, "tokenizer.ggml.token_type"), *type = types ? types->child : NULL;
-    bool ok = true;
-    for (int id = 0; token && ok; id++, token = token->next, type = type ? type->next : NULL) {
-        const char *text = cJSON_GetStringValue(token);
-        int64_t kind = NORMAL;
-        json_whole(type, NORMAL, UNUSED, &kind);
-        bool cut = kind == UNKNOWN || kind == CONTROL || kind == USER_DEFINED;
-        if (!text || !*text || kind == UNUSED) continue;
-        ok = cut ? add_token(t, id, text, kind != USER_DEFINED, false, e) : define(t, id, text, e);
-        if (kind == UNKNOWN) t->unknown = id;
-    }
-    return ok;
-}
-
-/* How text is split, by a name. */
-static bool find_pre(Tokenizer *t, const cJSON *metadata, Error *e) {
-    const char *pre = json_string(metadata, "tokenizer.ggml.pre");
-    LocalBytes known = {0};
-    for (size_t i = 0; i < sizeof pres / sizeof *pres; i++) {
-        bytes_print(&known, " %s", pres[i].names);
-        if (!pre || !text_listed(pres[i].names, pre)) continue;
-        for (int j = 0; j < 6 && pres[i].split[j]; j++) add_split(t, pres[i].split[j]);
-        t->features = pres[i].features | BYTE_LEVEL;
-        return true;
-    }
-    return fail(e, BAD_MODEL, "tokenizer.ggml.pre is '%.40s', known are%s", pre ? pre : "(missing)", known.data);
-}
-
-/* A vocabulary is GPT-2's, with merges, or SentencePiece's, with scores. */
-static bool read_gguf(Tokenizer *t, const cJSON *metadata, Error *e) {
-    const char *kind = json_string(metadata, "tokenizer.ggml.model");
-    const cJSON *add = json_get(metadata, "tokenizer.ggml.add_bos_token");
-    const cJSON *id = json_get(metadata, "tokenizer.ggml.bos_token_id");
-    const cJSON *prefix = json_get(metadata, "tokenizer.ggml.add_space_prefix");
-    const char *arch = json_string(metadata, "general.architecture");
-    bool scored = kind && !strcmp(kind, "llama");
-    int64_t bos = 1;
-    if (!scored && !(kind && !strcmp(kind, "gpt2")))
-        return fail(e, BAD_MODEL, "tokenizer.ggml.model is '%.40s', known are gpt2 and llama",
-                    kind ? kind : "(missing)");
-    if (json_true(metadata, "tokenizer.ggml.add_eos_token"))
-        return fail(e, BAD_MODEL, "tokenizer.ggml.add_eos_token is not implemented");
-    t->features = MARK_SPACES | UNMARK_SPACES | BEGINS;
-    if (!scored && !find_pre(t, metadata, e)) return false;
-    if (!read_tokens(t, metadata, e)) return false;
-    if (scored && !merge_by_score(t, json_get(metadata, "tokenizer.ggml.scores"), e)) return false;
-    if (!scored && !read_merges(t, json_get(metadata, "tokenizer.ggml.merges"), e)) return false;
-    find_byte_tokens(t, scored);
-    if (scored && (prefix ? !cJSON_IsFalse(prefix) : !arch || strncmp(arch, "gemma", 5)))
-        /* no key says which texts: with a token [INST] only the first */
-        t->features |= STRIP_SPACE | (tokenizer_added(t, "[INST]") < 0 ? PREPEND_MARK : FIRST_MARK);
-    bool begins = add ? cJSON_IsTrue(add) : t->features & BEGINS;
-    if ((id ? json_whole(id, 0, INT32_MAX, &bos) : begins) && bos < t->size) t->bos = (int)bos;
-    if (begins) t->first = t->bos;
-    return true;
 }
 
 /* ---- chat templates, which also tell which tokens are control tokens ---- */
@@ -760,21 +613,16 @@ static void add_template(Tokenizer *t, const cJSON *template, bool counts, Bytes
 
 /* The files beside tokenizer.json: the first with a template counts, and tokenizer_config.json says whether a text
  * begins with a token. */
-static bool read_config(Tokenizer *t, const char *path, Bytes *all, Error *e) {
+static bool read_companions(Tokenizer *t, JsonFile *json, const void *model, Bytes *all, Error *e) {
     static const char *const names[] = {"chat_template.jinja", "chat_template.json", "tokenizer_config.json"};
-    const char *slash = strrchr(path, '/');
     for (int i = 0; i < 3; i++) {
-        LocalBytes text = {0};
-        LocalText file = text_print("%.*s%s", slash ? (int)(slash - path) + 1 : 0, path, names[i]);
-        if (!file_exists(file)) continue;
-        LocalJson config = i ? json_read(file, MOST_BYTES, e) : NULL;
-        if (!i && file_read(file, MOST_BYTES, &text, e)) config = json_from_text(text.data, text.n);
-        if (!config) return false;
-        const cJSON *add = json_get(config, "add_bos_token"), *bos = json_get(config, "bos_token");
+        LocalJson file = json(model, names[i], e);
+        if (!file && e->code) return false;
+        const cJSON *add = json_get(file, "add_bos_token"), *bos = json_get(file, "bos_token");
         const char *name = cJSON_IsString(bos) ? bos->valuestring : json_string(bos, "content");
-        if (name) t->bos = tokenizer_added(t, name);
+        if (name) t->bos = find_token(t, name, strlen(name));
         if (cJSON_IsBool(add)) t->first = cJSON_IsTrue(add) ? t->bos : -1;
-        add_template(t, i ? json_get(config, "chat_template") : config, !t->chat_template.n, all);
+        add_template(t, i ? json_get(file, "chat_template") : file, !t->chat_template.n, all);
     }
     return true;
 }
@@ -785,7 +633,7 @@ static bool mark_control(Tokenizer *t, const Bytes *template, Error *e) {
     if (template->n > UINT32_MAX / (1 + t->prefixes[0].n + t->prefixes[1].n))
         return fail(e, BAD_MODEL, "the chat template is too long for so many added tokens");
     for (int id = 0; id < t->size; id++) {
-        Piece *p = t->piece + id;
+        Token *p = t->token + id;
         const char *name = t->text.data + p->begin;
         if (p->added && (unsigned char)*name > ' ' && memmem(template->data, template->n, name, p->n))
             p->control = true;
@@ -793,18 +641,17 @@ static bool mark_control(Tokenizer *t, const Bytes *template, Error *e) {
     return true;
 }
 
-Tokenizer *tokenizer_open(const char *path, const cJSON *gguf, Error *e) {
-    LocalJson file = gguf ? NULL : json_read(path, MOST_BYTES, e);
-    if (!gguf && !file) return NULL;
+Tokenizer *tokenizer_open(const char *path, JsonFile *json, const void *model, Error *e) {
+    LocalJson file = json(model, "tokenizer.json", e);
+    if (!file && !e->code) fail(e, BAD_MODEL, "%s: missing", path);
+    if (!file) return NULL;
     Tokenizer *t = allocate_zero(1, sizeof *t);
     LocalBytes templates = {0};
-    t->first = t->bos = t->unknown = -1;
-    t->piece = allocate_zero(MOST_IDS, sizeof *t->piece);
+    t->first = t->last = t->bos = t->unknown = -1;
+    t->token = allocate_zero(MOST_IDS, sizeof *t->token);
     bytes_text(&t->text, ""), bytes_text(&t->chat_template, ""), bytes_text(&templates, "");
-    bool ok = (gguf ? read_gguf(t, gguf, e) : read_file(t, file, e)) || fail(e, BAD_MODEL, "%s: %s", path, e->text);
-    if (gguf) add_template(t, json_get(gguf, "tokenizer.chat_template"), true, &templates);
-    ok = ok && (gguf || read_config(t, path, &templates, e)) && mark_control(t, &templates, e);
-    if (ok) return t;
+    bool ok = read_tokenizer(t, file, e) || fail(e, BAD_MODEL, "%s: %s", path, e->text);
+    if (ok && read_companions(t, json, model, &templates, e) && mark_control(t, &templates, e)) return t;
     tokenizer_close(t);
     return NULL;
 }
@@ -812,18 +659,19 @@ Tokenizer *tokenizer_open(const char *path, const cJSON *gguf, Error *e) {
 void tokenizer_close(Tokenizer *t) {
     if (!t) return;
     for (int i = 0; i < t->splits; i++) pcre2_code_free(t->split[i]);
-    free(t->by_text.slot), free(t->merge.slot), free(t->prefixes[0].slot), free(t->prefixes[1].slot);
+    map_free(&t->by_text), map_free(&t->merge), map_free(t->prefixes), map_free(t->prefixes + 1);
     bytes_free(&t->text), bytes_free(&t->chat_template);
-    free(t->piece), free(t);
+    free(t->token), free(t);
 }
 
 bool tokenizer_fit(Tokenizer *t, int vocab) {
     for (int id = vocab; id < t->size; id++)
-        if (t->piece[id].n && !t->piece[id].added) return false;
-    for (int id = vocab; id < t->size; id++) t->piece[id].control = true; /* no merge makes it */
+        if (t->token[id].n && !t->token[id].added) return false;
+    for (int id = vocab; id < t->size; id++) t->token[id].control = true; /* no merge makes it */
     for (int b = 0; b < 256; b++)
         if (t->byte_token[b] >= vocab) t->byte_token[b] = -1;
     if (t->first >= vocab) t->first = -1;
+    if (t->last >= vocab) t->last = -1;
     if (t->bos >= vocab) t->bos = -1;
     if (t->size > vocab) t->size = vocab;
     return true;
@@ -833,10 +681,10 @@ const char *tokenizer_template(const Tokenizer *t) { return t->chat_template.dat
 int tokenizer_size(const Tokenizer *t) { return t->size; }
 
 int tokenizer_added(const Tokenizer *t, const char *text) {
-    int id = find(t, text, strlen(text));
-    return id >= 0 && t->piece[id].added ? id : -1;
+    int id = find_token(t, text, strlen(text));
+    return id >= 0 && t->token[id].added ? id : -1;
 }
 
 int tokenizer_bos(const Tokenizer *t) { return t->bos; }
 
-bool tokenizer_is_control(const Tokenizer *t, int id) { return id >= 0 && id < t->size && t->piece[id].control; }
+bool tokenizer_is_control(const Tokenizer *t, int id) { return id >= 0 && id < t->size && t->token[id].control; }

@@ -7,9 +7,12 @@
 
 typedef struct Tokenizer Tokenizer;
 
-/* Reads tokenizer.json and the chat template beside it, or the metadata of the GGUF file at path, if not NULL. NULL:
- * BAD_MODEL, with what is wrong or which component is not implemented. */
-Tokenizer *tokenizer_open(const char *path, const cJSON *gguf, Error *e);
+/* Reads a model's file by its name on the hub: of NAME.json the JSON, of NAME.jinja the text as a JSON string. NULL:
+ * BAD_MODEL, or e->code is 0 and there is no such file. */
+typedef cJSON *JsonFile(const void *model, const char *name, Error *e);
+/* Reads tokenizer.json, tokenizer_config.json and the chat template, each by `json`, which gets `model`. NULL:
+ * BAD_MODEL, with what is wrong or which component is not implemented. Errors of tokenizer.json name `path`. */
+Tokenizer *tokenizer_open(const char *path, JsonFile *json, const void *model, Error *e);
 void tokenizer_close(Tokenizer *t);
 
 /* Removes added tokens that the model has no embedding for (Gemma 3 1B has one). False: other tokens lack one too, so
@@ -25,7 +28,7 @@ int tokenizer_bos(const Tokenizer *t); /* what a chat template knows as bos_toke
 /* Without flags the name of a control token is ordinary text, so that no text from outside becomes a control token. */
 enum {
     CONTROL_TOKENS = 1, /* their names become control tokens */
-    WITH_TEMPLATE = 2   /* the file's post_processor adds its token in front, such as beginning-of-text */
+    WITH_TEMPLATE = 2   /* the file's post_processor adds its tokens before and behind, such as beginning-of-text */
 };
 /* Appends the ids of n bytes of text. USAGE: they are not UTF-8, with the offset. BAD_MODEL: the file's pattern exceeds
  * its match limit, or a byte has no token. After an error `out` is as before. */

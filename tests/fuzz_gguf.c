@@ -57,13 +57,18 @@ static void try_model(size_t n) {
     checkpoint_close(&c);
 }
 
-static void try_tokenizer(const cJSON *metadata) {
+static cJSON *file_json(const void *tensors, const char *name, Error *e) {
+    *e = (Error){0};
+    return ((const Tensors *)tensors)->container->json(tensors, path, name, e);
+}
+
+static void try_tokenizer(const Tensors *tensors) {
     static const char text[] = "Hello, w\xC3\xB6rld 123 <|end|>\n  a";
     Error e = {0};
     Ids ids = {0};
     Bytes out = {0};
     Decoder d = {0};
-    Tokenizer *t = tokenizer_open(path, metadata, &e);
+    Tokenizer *t = tokenizer_open(path, file_json, tensors, &e);
     assert(t || (e.code == BAD_MODEL && *e.text));
     if (t && tokenizer_encode(t, text, sizeof text - 1, CONTROL_TOKENS | WITH_TEMPLATE, &ids, &e))
         for (size_t i = 0; i < ids.n; i++) {
@@ -88,7 +93,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
         assert(t.tensor[i].offset <= n && t.tensor[i].size <= n - t.tensor[i].offset);
         touch(t.tensor[i].data, t.tensor[i].size);
     }
-    try_tokenizer(t.metadata);
+    try_tokenizer(&t);
     tensors_close(&t);
     try_model(n);
     return 0;

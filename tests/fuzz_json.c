@@ -4,6 +4,7 @@
  * message or fits the weights, every row of which can then be decoded. */
 #include "chat.h"
 #include "host.h"
+#include "parrot.h"
 #include "reference.h"
 
 #include <assert.h>
@@ -49,7 +50,7 @@ static void write_file(const char *path, const uint8_t *data, size_t n) {
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     Error e;
     (void)argc, (void)argv;
-    tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", NULL, &e);
+    tokenizer = parrot_open(NULL, &e);
     assert(tokenizer && chat_open(&chat, tokenizer, "", &e) && mkdtemp(shards) && !atexit(clean));
     for (int i = 0; i < MODELS; i++) {
         char from[128];

@@ -1,6 +1,7 @@
 /* Any bytes as the body of a request, the first of which chooses chat or text. Promises: it is refused with 400 or 404
  * and a message, or its answers, whatever tokens come, are JSON, streamed or not, and each ends for a reason. */
 #include "../serve/serve.c"
+#include "parrot.h"
 
 #include <assert.h>
 
@@ -9,7 +10,7 @@ static float *logits;
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     Error e;
     (void)argc, (void)argv;
-    server.s.tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", NULL, &e);
+    server.s.tokenizer = parrot_open(NULL, &e);
     assert(server.s.tokenizer && checkpoint_open(&server.s.checkpoint, "tests/fixtures/parrot", &e));
     server.s.has_chat = chat_open(&server.s.chat, server.s.tokenizer, "", &e);
     server.s.engine.context = 512;

@@ -303,8 +303,11 @@ def vocabulary(tokenizer, pre, add_bos=None):
         out["tokenizer.ggml.add_space_prefix"] = "Prepend" in json.dumps(tokenizer) or "Metaspace" in json.dumps(tokenizer)
     single = [p for p in (tokenizer["post_processor"] or {}).get("processors", [tokenizer["post_processor"]])
               if p and p["type"] == "TemplateProcessing"]
-    first = single[0]["single"][0].get("SpecialToken") if single else None
+    first, last = (single[0]["single"][i].get("SpecialToken") if single else None for i in (0, -1))
     out["tokenizer.ggml.add_bos_token"] = first is not None if add_bos is None else add_bos
-    if first:
-        out["tokenizer.ggml.bos_token_id"] = single[0]["special_tokens"][first["id"]]["ids"][0]
+    if last:
+        out["tokenizer.ggml.add_eos_token"] = True
+    for key, token in (("bos", first), ("eos", last)):
+        if token:
+            out[f"tokenizer.ggml.{key}_token_id"] = single[0]["special_tokens"][token["id"]]["ids"][0]
     return out

@@ -215,6 +215,22 @@ def family_strings(archive):
     write_lines("tokenizer_strings_families.jsonl", rows)
 
 
+def templates():
+    """The parrot with a token before the text, behind it, and both: ids with control tokens and template."""
+    tokenizer, out = json.loads((GOLDENS.parent / "fixtures" / "parrot" / "tokenizer.json").read_text()), []
+    added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    for before, behind in (("<|start|>", None), (None, "<|end|>"), ("<|start|>", "<|end|>"), ("<|end|>", "<|end|>")):
+        around = [name and {"SpecialToken": {"id": name, "type_id": 0}} for name in (before, behind)]
+        special = {name: {"id": name, "ids": [added[name]], "tokens": [name]} for name in (before, behind) if name}
+        template = {"type": "TemplateProcessing", "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+                    "single": [part for part in (around[0], {"Sequence": {"id": "A", "type_id": 0}}, around[1]) if part],
+                    "special_tokens": special}
+        made = Tokenizer.from_str(json.dumps({**tokenizer, "post_processor": template}))
+        out.append({"name": f"{before} {behind}", "post_processor": template,
+                    "ids": {text: made.encode(text).ids for text in ("", "Hello!", "a<|end|>", "<|start|> ")}})
+    write_json("templates.json", out)
+
+
 def bf16(values):
     """The shortest decimals that round to the same bf16 values."""
     def rounded(x):
@@ -268,6 +284,7 @@ def main():
         small_tokenizer_strings(data, model)
         small_model(data, model)
     family_strings(data / "families.tar.xz")
+    templates()
     write_json("harmony_cases.json", json.load(open(data / "harmony" / "harmony_cases.json")))
     layer0(data)
     greedy(data)

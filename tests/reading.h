@@ -5,6 +5,7 @@
 #define READING_H
 
 #include "../chat.h"
+#include "parrot.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -31,7 +32,7 @@ static void find_tokens(Talker *m) {
 
 static bool talker_open(Talker *m) {
     Error e;
-    m->tokenizer = tokenizer_open("tests/fixtures/parrot/tokenizer.json", NULL, &e);
+    m->tokenizer = parrot_open(NULL, &e);
     if (!m->tokenizer || !chat_open(&m->chat, m->tokenizer, "", &e)) return false;
     find_tokens(m);
     memcpy(m->token_of + 1, m->chat.control, 8 * sizeof *m->chat.control); /* harmony's eight */
@@ -56,20 +57,14 @@ static const struct {
 /* The parrot with another format's control tokens for its own. */
 static inline bool talker_open_other(Talker *m, int which) {
     Error e;
-    char path[] = "/tmp/infer-tokenizer-XXXXXX";
-    FILE *f = fdopen(mkstemp(path), "w");
     cJSON *json = json_read("tests/fixtures/parrot/tokenizer.json", 1 << 20, &e), *added;
     for (int i = 0; i < MOST_CONTROLS && others[which].control[i]; i++) {
         added = cJSON_GetArrayItem(cJSON_GetObjectItem(json, "added_tokens"), i);
         cJSON_ReplaceItemInObject(added, "content", cJSON_CreateString(others[which].control[i]));
     }
-    char *text = json_text(json);
-    bool ok = f && fputs(text, f) >= 0 && !fclose(f);
-    m->tokenizer = ok ? tokenizer_open(path, NULL, &e) : NULL;
-    ok = m->tokenizer && chat_open(&m->chat, m->tokenizer, others[which].template, &e);
-    unlink(path);
+    m->tokenizer = parrot_open(json, &e);
+    bool ok = m->tokenizer && chat_open(&m->chat, m->tokenizer, others[which].template, &e);
     cJSON_Delete(json);
-    free(text);
     find_tokens(m);
     for (int i = 0; i < MOST_CONTROLS; i++)
         m->token_of[1 + i] = others[which].control[i] ? tokenizer_added(m->tokenizer, others[which].control[i]) : 0;

@@ -288,6 +288,18 @@ def test_equal_scores(folder):
         same(ids_of(infer("tokenize", path, stdin="abc")), begin + [5, 3], arch)
 
 
+def test_tokens_around_a_text(folder):
+    """A token before the text, behind it, and both, as the keys say: the ids of a tokenizer.json with such a template."""
+    tokenizer = read_json(PARROT / "tokenizer.json")
+
+    def check(name, post_processor, ids):
+        keys = vocabulary(tokenizer | {"post_processor": post_processor}, "gpt-4o")
+        path = save(folder / "model.gguf", {"general.architecture": "gpt-oss"} | keys)
+        for text, expected in ids.items():
+            same(ids_of(infer("tokenize", path, "--special", stdin=text)), expected, repr(text))
+    each([tuple(row.values()) for row in read_json(GOLDENS / "templates.json")], check)
+
+
 def test_vocabulary_of_gpt_oss(folder):
     """The real tokenizer of gpt-oss: the strings of its tests."""
     path = save(folder / "model.gguf", {"general.architecture": "gpt-oss"}
@@ -331,7 +343,7 @@ def test_wrong_models(folder):
         ("pre", with_key("tokenizer.ggml.pre", "zebra"), ["tokenizer.ggml.pre", "'zebra'", "llama-bpe", "gpt-4o"]),
         ("no pre", without_key("tokenizer.ggml.pre"), ["tokenizer.ggml.pre", "(missing)"]),
         ("tokenizer", with_key("tokenizer.ggml.model", "t5"), ["tokenizer.ggml.model", "'t5'", "gpt2 and llama"]),
-        ("add_eos", with_key("tokenizer.ggml.add_eos_token", True), ["add_eos_token"]),
+        ("no token at the end", with_key("tokenizer.ggml.add_eos_token", True), ["add_eos_token", "eos_token_id"]),
         ("shape", with_tensor("output_norm.weight", lambda n, s, k, raw: (n, [32], k, raw[:128])), ["norm.weight", "(64)", "(32)"]),
         ("no such tensor", with_tensor("output_norm.weight", lambda n, s, k, raw: ("extra.weight", s, k, raw)), ["norm.weight", "missing"]),
         ("no place", lambda m, t: (m, t + [("blk.0.ffn_gate_inp_shexp.weight", [64], "F32", bytes(256))]),

@@ -8,7 +8,7 @@ import time
 import zlib
 
 from helpers import (CHECKED, CONVERSATIONS, GOLDENS, PARROT, PLAIN, conversation, data, each, expect, ids_of, infer,
-                     patience, read_json, refused, render, same, start)
+                     patience, read_json, refused, render, same, start, write_json)
 
 CASES = read_json(GOLDENS / "harmony_cases.json")
 ADDED = {t["content"]: t["id"] for t in read_json(PARROT / "tokenizer.json")["added_tokens"]}
@@ -194,6 +194,18 @@ def test_ids_of_strings_families(folder):
             wrong = [r["text"] for r, found in zip(rows, sums) if r[key][family] != found]
             expect(not wrong, f"{key}: {len(wrong)} of {len(rows)} strings, first {wrong[:3]}")
     each([(family,) for family in rows[0]["ids"]], check)
+
+
+def test_ids_with_a_template(folder):
+    """A token before the text, behind it, and both."""
+    tokenizer = read_json(PARROT / "tokenizer.json")
+
+    def check(name, post_processor, ids):
+        write_json(folder / "tokenizer.json", tokenizer | {"post_processor": post_processor})
+        for text, expected in ids.items():
+            same(tokenize(text, folder, "--special"), expected, repr(text))
+            same(tokenize(text, folder), tokenize(text), f"{text!r} without the template")
+    each([tuple(row.values()) for row in read_json(GOLDENS / "templates.json")], check)
 
 
 # ---- conversations to tokens

@@ -1,8 +1,10 @@
 /* gguf.c: reads GGUF files (github.com/ggml-org/ggml, docs/gguf.md) as the JSON that the hub's files would hold, so
- * that the rest of the program knows one kind of model. Chapters: values, tensors, config.json.
+ * that the rest of the program knows one kind of model. Chapters: values, tensors, config.json. vocabulary.c makes
+ * tokenizer.json.
  *
  * Any file is hostile: counts and lengths are compared with the bytes that are left, and MOST_ITEMS bounds the memory
  * for JSON. Unknown versions, types, architectures and keys are refused by name. */
+#include "gguf.h"
 #include "host.h"
 
 #include <endian.h>
@@ -14,7 +16,7 @@
 
 enum { MOST_HEADER = 1 << 28, MOST_ITEMS = 4000000, MOST_KEYS = 1000, MOST_ALIGNMENT = 1 << 20 };
 
-bool gguf_named(const char *path) {
+static bool fits(const char *path) {
     const char *dot = strrchr(path, '.');
     return dot && !strcmp(dot, ".gguf") && file_exists(path);
 }
@@ -165,8 +167,8 @@ static void read_tensor(Cursor *r, const char *arch, double alignment, cJSON *ou
     }
 }
 
-cJSON *gguf_header(const TensorFile *f, int i, int n, const cJSON *metadata, size_t *data, size_t *alignment,
-                   Error *e) {
+static cJSON *header(const Tensors *t, int i, size_t *data, size_t *alignment, Error *e) {
+    const TensorFile *f = t->file + i;
     Cursor r = {f->name,    f->map, f->map + 4, f->map + (f->size < MOST_HEADER ? f->size : MOST_HEADER),
                 MOST_ITEMS, false,  e};
     cJSON *out = cJSON_CreateObject(), *own = cJSON_AddObjectToObject(out, "__metadata__");
@@ -183,11 +185,11 @@ cJSON *gguf_header(const TensorFile *f, int i, int n, const cJSON *metadata, siz
     double count = fmax(get_number(own, "split.count", 1), 1); /* 0 in a file that was merged from parts */
     if (!(align >= 1 && align <= MOST_ALIGNMENT) || exp2(floor(log2(align))) != align)
         refuse(&r, "general.alignment is no power of two");
-    const char *arch = json_string(metadata ? metadata : own, "general.architecture");
+    const char *arch = json_string(t->metadata ? t->metadata : own, "general.architecture");
     if (!arch) refuse(&r, "general.architecture is missing");
-    if (no != i || count != n)
+    if (no != i || count != t->files)
         refuse(&r, "it is part %.0f of %.0f, by its name %d of %d: parts are named NAME-00001-of-00003.gguf", no + 1,
-               count, i + 1, n);
+               count, i + 1, t->files);
     *alignment = r.bad ? 1 : (size_t)align;
     for (; tensors && !r.bad; tensors--) read_tensor(&r, arch, align, out);
     *data = ((size_t)(r.at - r.begin) + *alignment - 1) / *alignment * *alignment;
@@ -264,7 +266,7 @@ static void add_rope(cJSON *config, const char *arch) {
     cJSON_AddItemToObject(config, "rope_scaling", cJSON_Duplicate(config, true));
 }
 
-cJSON *gguf_config(const Tensors *t, const char *path, Error *e) {
+static cJSON *config_json(const Tensors *t, const char *path, Error *e) {
     static const char *const stops[] = {"tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id",
                                         "tokenizer.ggml.eom_token_id"},
                              *const routers[] = {"mlp.gate", "mlp.router", "block_sparse_moe.gate"};
@@ -350,15 +352,14 @@ static bool files(Tensors *t, const char *path, Error *e) {
     return true;
 }
 
-static cJSON *header(const Tensors *t, int i, size_t *data, size_t *alignment, Error *e) {
-    return gguf_header(t->file + i, i, t->files, t->metadata, data, alignment, e);
-}
-
 static cJSON *json(const Tensors *t, const char *path, const char *name, Error *e) {
-    return strcmp(name, "config.json") ? NULL : gguf_config(t, path, e);
+    if (!strcmp(name, "config.json")) return config_json(t, path, e);
+    if (!strcmp(name, "tokenizer.json")) return gguf_tokenizer(t->metadata, path, e);
+    if (!strcmp(name, "tokenizer_config.json")) return gguf_tokenizer_config(t->metadata);
+    return NULL;
 }
 
-const Container gguf = {gguf_named,
+const Container gguf = {fits,
                         files,
                         header,
                         json,
