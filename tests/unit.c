@@ -382,7 +382,7 @@ static void make_texts(Engine *g, int n) {
 static void schedule_texts(const Bias *bias) {
     Error e;
     Engine g;
-    const int n = thorough ? SEVERAL : 24;
+    const int n = thorough ? SEVERAL : 16;
     Limits limits = {.max_seqs = 12, .max_tokens = 50, .cache = FEW_PAGES * PAGE};
     open_streams(&reference, "odd");
     must(engine_open(&g, &reference, &streams.c.model, limits, 256, &e), &e);
