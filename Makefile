@@ -25,7 +25,7 @@ HERE      = $(if $(filter no,$(EXTENSIONS)),$(BUILD)/)
 LIBRARIES = libcjson libpcre2-8 libcurl libcrypto libutf8proc $(if $(filter terminal,$(ROOMS)),libedit) \
             $(if $(filter serve,$(ROOMS)),libmicrohttpd)
 PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev libutf8proc-dev libmicrohttpd-dev
-SOURCES   = base.c model.c tokenizer.c chat.c scheduler.c extensions.c download.c infer.c \
+SOURCES   = base.c tokenizer.c chat.c scheduler.c extensions.c download.c infer.c \
             $(wildcard $(foreach room,$(ROOMS),$(room)/*.c))
 REFERENCE = $(SOURCES) tests/reference.c
 
@@ -173,7 +173,7 @@ docs: lesson-packages ## renders README and the notebooks as they are committed,
 	jupyter nbconvert --to html --output-dir build/docs/notebooks $(NOTEBOOKS)
 
 # Three rings: what a learner reads first, the core, everything. Deleting is welcome; whoever needs more raises the ring here.
-LEARNER     = $(wildcard infer.h infer.c model.c tokenizer.c sampling.h infer.cu)
+LEARNER     = $(wildcard infer.h infer.c tokenizer.c sampling.h infer.cu)
 ROOT        = $(wildcard *.c *.h *.cu *.cuh)
 MAX_LEARNER = 5300
 MAX_ROOT    = 9600

@@ -1,4 +1,4 @@
-/* infer.h: the border between C and CUDA, nothing else. The C side (model.c) turns files into a Model and conversations
+/* infer.h: the border between C and CUDA, nothing else. The C side (infer.c) turns files into a Model and conversations
  * into Batches. A Backend (infer.cu, and tests/reference.c in plain C) uploads the Model and computes the Batches.
  * Fusing two kernels, or splitting one, never touches this file.
  *

@@ -286,7 +286,7 @@ def rms_norm(x, weight, eps):
 
 
 def rope_table(c, n, device):
-    """cos and sin (n, head_dim / 2) with YaRN, as model.c computes them."""
+    """cos and sin (n, head_dim / 2) with YaRN, as infer.c computes them."""
     s, d, theta = c["rope_scaling"], c["head_dim"], c["rope_theta"]
     low, high = (d * math.log(s["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (2 * math.log(theta))
                  for turns in (s["beta_fast"], s["beta_slow"]))

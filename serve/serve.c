@@ -1,5 +1,5 @@
 /* serve.c: an HTTP server that speaks OpenAI's API (github.com/openai/openai-openapi), on libmicrohttpd. One thread
- * owns the model: it runs the scheduler of model.c, and makes text and events of the tokens. Between steps it looks for
+ * owns the model: it runs the scheduler, and makes text and events of the tokens. Between steps it looks for
  * clients that have left or are too slow. Each connection has its own thread, which reads a request, queues it, waits
  * for its answers and sends them.
  *

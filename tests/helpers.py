@@ -361,6 +361,7 @@ class Terminal:
 
 def play(*args, **how):
     """A terminal with the parrot, greedy, at its first prompt."""
+    needs("terminal")
     t = Terminal("play", PARROT, "--temperature", "0", "--date", DATE, *args, **how)
     t.wait("Ready for inference")
     t.prompt()

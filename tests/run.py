@@ -237,7 +237,7 @@ def tests_of(options):
     for program, build_name, prefix, more in (("unit", "reference", "", ["--long"]),
                                               ("unit", "asan", "sanitized ", ["--long"] * ("--long" in options)),
                                               ("gpu", "emulated", "emulated ", [])):
-        if build_name == "emulated" and "--emulated" not in options:
+        if build_name == "emulated" and (helpers.CORE or "--emulated" not in options):
             continue
         path = helpers.BUILD / build_name / program
         for source in [program] + ROOMS * (program == "unit" and not helpers.CORE):

@@ -14,7 +14,7 @@ import gguf_files
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURES, BUILD = ROOT / "tests" / "fixtures", ROOT / "build" / "fuzz"
 SECONDS = int(os.environ.get("SECONDS") or (sys.argv[1] if len(sys.argv) > 1 else 60))
-SOURCES = {"json": ["chat.c", "model.c"], "safetensors": ["model.c"], "tokenizer": ["tokenizer.c"],
+SOURCES = {"json": ["chat.c", "infer.c"], "safetensors": ["infer.c"], "tokenizer": ["tokenizer.c"],
            "reader": ["chat.c", "formats/templates.c"], "gguf": ["encodings/gguf.c", "encodings/vocabulary.c"],
            "request": ["serve.c", "chat.c"]}  # whose words help to guess
 

@@ -7,6 +7,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from helpers import PLAIN, TESTS, each, expect, infer, refused, same, slowness
 from test_serve import Server
 
+NEEDS = ("commands",)  # rooms
+
 TINY = TESTS.parent / "models" / "tiny"
 
 

@@ -9,6 +9,8 @@ from test_prompt import message, parse
 from helpers import (GOLDENS, PARROT, PLAIN, Skip, data, each, expect, ids_of, infer, read_json, refused, render,
                      safetensors, same, write_json)
 
+NEEDS = ("formats", "families")  # rooms
+
 MODELS = {m["model"]: m for m in read_json(GOLDENS / "chat.json")}
 
 

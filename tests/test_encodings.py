@@ -8,6 +8,8 @@ from helpers import (FIXTURES, copy_model, each, expect, infer, read_json, read_
                      write_json)
 from test_logits import golden, read_npy
 
+NEEDS = ("encodings", "families")  # rooms
+
 FOLDER = FIXTURES / "encodings"
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/golden.safetensors"))
 FIRST = "model.layers.0.self_attn.o_proj"

@@ -9,6 +9,8 @@ import struct
 from helpers import FIXTURES, PARROT, Terminal, copy_model, each, expect, infer, read_safetensors, refused, same
 from test_logits import WITH_GOLDENS, golden, read_npy
 
+NEEDS = ("commands",)  # rooms
+
 SHOWN = 4  # tokens expected in place of one
 DOTS = ((1, 8), (2, 16), (4, 32), (64, 128))
 

@@ -7,8 +7,8 @@ import os
 import re
 import struct
 
-from helpers import (FIXTURES, PARROT, PLAIN, changed, copy_model, data, each, expect, ids_of, infer, patience,
-                     read_json, read_safetensors, refused, safetensors, same, start, write_json)
+from helpers import (FIXTURES, PARROT, PLAIN, changed, copy_model, data, each, expect, ids_of, infer, needs,
+                     patience, read_json, read_safetensors, refused, safetensors, same, start, write_json)
 
 SECONDS = 10  # ten times what is promised for a refusal
 FINE = None
@@ -159,6 +159,7 @@ SAFETENSORS = [  # what is wrong, the file, words of the message
 
 
 def test_safetensors(folder):
+    needs("families")
     expected = top_logits(LLAMA)
 
     def check(name, make, words):
@@ -173,6 +174,7 @@ def test_safetensors(folder):
 
 
 def test_safetensors_that_are_no_files(folder):
+    needs("families")
     def link(path):
         path.symlink_to(path)
 
@@ -187,6 +189,7 @@ def test_safetensors_that_are_no_files(folder):
 
 def test_large_headers_are_read_in_time(folder):
     """1.5 MB of keys in 0.1 s; ten times that is the limit here."""
+    needs("families")
     model = copy_model(LLAMA, folder, keep_weights=False)
     entries = {f"{i:05}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(25000)}
     (model / "model.safetensors").write_bytes(safetensors({**entries, **HEADER}, DATA))
@@ -195,6 +198,7 @@ def test_large_headers_are_read_in_time(folder):
 
 def test_file_truncated_while_open(folder):
     """A file that shrinks while it is mapped: one line and exit code 3, no signal."""
+    needs("families")
     header = {k: dict(v) for k, v in HEADER.items() if k != "__metadata__"}
     content = b""
     for entry in header.values():  # a larger vocabulary, so that the file is many pages
@@ -373,6 +377,7 @@ CONFIGS = [  # what is wrong, changed fields, words of the message
 
 
 def test_config(folder):
+    needs("families")
     expected = top_logits(PARROT)
 
     def check(name, changes, words):
@@ -400,6 +405,7 @@ def check_configs(source, folder, cases):
 
 def test_config_of_a_dense_model(folder):
     """What a Llama may leave out, and what it may not."""
+    needs("families")
     check_configs(LLAMA, folder, [
         ("kv heads and head size given", {"num_key_value_heads": 4, "head_dim": 16}, FINE),
         ("head size that does not fit", {"head_dim": 32}, ["q_proj", "(64, 64)", "(128, 64)"]),
@@ -420,6 +426,7 @@ def test_config_of_a_dense_model(folder):
 
 def test_yarn_enlarges_the_context(folder):
     """As Qwen2.5's page says: rope_scaling alone, with max_position_embeddings as it is."""
+    needs("families")
     config = read_json(LLAMA / "config.json")
     size = config["max_position_embeddings"]
     ids = ",".join(["1"] * (size + 1))
@@ -432,6 +439,7 @@ def test_yarn_enlarges_the_context(folder):
 
 def test_attn_factor(folder):
     """DeepSeek-R1-0528-Qwen3-8B has it, so that with YaRN's own factor cos and sin are scaled by 1."""
+    needs("families")
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     scaled = [top_logits(copy_model(QWEN, folder, {"rope_scaling": {**yarn, key: value}}))
               for key, value in (("attn_factor", 0.8782488562869419), ("attention_factor", 1.0), ("attention_factor", 1.5))]
@@ -441,6 +449,7 @@ def test_attn_factor(folder):
 
 def test_config_of_a_model_that_norms_heads(folder):
     """Qwen3: the norms of q and k must be there and fit; what is not implemented is refused."""
+    needs("families")
     check_configs(QWEN, folder, [
         ("head size given", {"head_dim": 128}, FINE),
         ("all layers see all", {"layer_types": ["full_attention"] * 2}, FINE),
@@ -455,6 +464,7 @@ def test_config_of_a_model_that_norms_heads(folder):
 
 def test_config_of_every_family(folder):
     """A formula that is not implemented is named, with what is; the defaults of a family may be left out."""
+    needs("families")
     def family(name, *cases):
         check_configs(FIXTURES / name, folder, cases)
     family("mistral", ("a layer that sees all", {"layer_types": ["sliding_attention", "full_attention"]},
@@ -508,6 +518,7 @@ def long_logits(model):
 
 def test_keys_of_other_families(folder):
     """What transformers does not read in a family changes nothing."""
+    needs("families")
     def check(fixture, changes):
         same(long_logits(copy_model(FIXTURES / fixture, folder, changes)), long_logits(FIXTURES / fixture), "logits")
     each([("mistral", {"use_sliding_window": False}),
@@ -520,6 +531,7 @@ def test_keys_of_other_families(folder):
 
 def test_null_switches_no_window_on(folder):
     """Null stands for what a missing use_sliding_window means, which hides nothing. The window of this model is 6."""
+    needs("families")
     source = FIXTURES / "qwen2"
     missing = copy_model(source, folder, {"use_sliding_window": None})
     null = copy_model(source, folder)
@@ -530,6 +542,7 @@ def test_null_switches_no_window_on(folder):
 
 def test_text_of_a_model_of_pictures(folder):
     """Gemma 3 and Mistral Small 3.1 with eyes: the text's config.json in text_config, its tensors under either prefix, eyes left out."""
+    needs("families")
     source = FIXTURES / "gemma3"
     expected = top_logits(source)
     text = {k: v for k, v in read_json(source / "config.json").items() if k != "eos_token_id"}
@@ -594,6 +607,7 @@ SCALING = {**dict.fromkeys(["rope_type", "type"], "a text"), "truncate": "true o
 
 def test_config_values_of_the_wrong_type(folder):
     """Whatever is read must have its type: a text where an object belongs would mean that nothing was said."""
+    needs("encodings")
     wrong = {"a number": ["7", True, [7], {"x": 7}], "a text": [7, True, ["silu"], {"x": 1}],
              "true or false": [0, 1, "true", []], "an object": ["yarn", 7, True, [{}]],
              "an array": ["full_attention", 7, {}]}
@@ -704,6 +718,7 @@ def write_outline(path, tensors):
 
 def test_published_models_fit_their_config(folder):
     """The published config.json with every tensor in its place, 20b by its published index too. The data is a hole."""
+    needs("commands")
     def check(name, source, parameters, layers):
         model, index = folder / name, source / "model.safetensors.index.json"
         model.mkdir()
@@ -731,6 +746,7 @@ def test_published_models_fit_their_config(folder):
 
 def test_one_matrix_under_two_names(folder):
     """Files of tied models may hold the embedding as lm_head too: the copy is not read."""
+    needs("families")
     header, content = read_safetensors(QWEN / "model.safetensors")
     begin, end = header[EMBED]["data_offsets"]
     header["lm_head.weight"] = {**header[EMBED], "data_offsets": [len(content), len(content) + end - begin]}
@@ -812,6 +828,7 @@ def test_folders_that_cannot_be_read(folder):
 
 def test_weights_that_are_something_else(folder):
     """What is found in the place of weights is named."""
+    needs("families")
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 13\n"
     model = copy_model(LLAMA, folder, keep_weights=False)
     for content, words in ((pointer, ["Git-LFS pointer"]), (b"<!DOCTYPE html><html></html>", ["web page"]),
@@ -826,6 +843,7 @@ def test_weights_that_are_something_else(folder):
 
 def test_folder_without_weights(folder):
     """A folder that holds config.json alone hides no model of its name in the hub's cache."""
+    needs("commands")
     copy_model(LLAMA, folder, name="models/a--b", keep_weights=False)
     copy_model(LLAMA, folder, name="hub/models--a--b/snapshots/1")
     listed = json.loads(infer("list", "--json", cwd=folder, env={"HF_HOME": folder}).text)
@@ -834,6 +852,7 @@ def test_folder_without_weights(folder):
 
 
 def test_tokenizer_of_another_model(folder):
+    needs("families")
     model = copy_model(LLAMA, folder)
     (model / "tokenizer.json").symlink_to(PARROT / "tokenizer.json")
     refused("play", model, "-p", "x", words=["tokenizer.json", "420", "131"])
@@ -841,6 +860,7 @@ def test_tokenizer_of_another_model(folder):
 
 def test_ids_without_an_embedding(folder):
     """Added tokens may lie beyond the model's vocabulary; neither a merge nor the template nor a byte gives their ids."""
+    needs("families")
     model, vocab = copy_model(LLAMA, folder), {chr(97 + i): i for i in range(26)}
     (model / "tokenizer.json").write_text(json.dumps({
         "added_tokens": [{"id": 500, "content": "ab", "special": False, "normalized": False},

@@ -11,6 +11,8 @@ from helpers import (FIXTURES, GOLDENS, PARROT, PLAIN, copy_model, data, each, e
 from test_chat import MODELS as CHATS, folder_of
 from test_logits import golden, read_npy
 
+NEEDS = ("encodings",)  # rooms
+
 TYPE_FILES = sorted((FIXTURES / "gguf").glob("*.gguf"))
 # fixture, tokens that count: GGUF has no key for qwen2's windows, which hide nothing of the first six
 MODELS = [("llama3", 40), ("llama_bias", 20), ("mistral", 16), ("mixtral", 14), ("qwen2", 6), ("qwen3", 24), ("qwen3_moe", 16),

@@ -18,7 +18,7 @@ import time
 
 from fake_hub import FakeHub, File
 from helpers import (CHECKED, HOME, PARROT, PLAIN, Skip, Terminal, check_sanitizers, copy_model, each, environment,
-                     expect, infer, patience, read_json, read_safetensors, refused, safetensors, same, start, until)
+                     expect, infer, needs, patience, read_json, read_safetensors, refused, safetensors, same, start, until)
 
 TOKEN = "hf_TheSecretOfTheTests"
 BEGUN = (32 << 20) + 12345  # bytes of a large file that an earlier download left
@@ -493,6 +493,7 @@ def test_two_processes(folder):
 # ---- the token
 
 def test_token(folder):
+    needs("commands")
     def tokens(host):
         return {q.sent_token() for q in hub.requests if q.host == host}
 
@@ -670,6 +671,7 @@ def test_planted_links(folder):
 # ---- other commands
 
 def test_list_and_rm(folder):
+    needs("commands")
     with FakeHub(SMALL) as hub:
         env = env_of(hub, folder)
 
@@ -720,6 +722,7 @@ def test_list_and_rm(folder):
 
 def test_inspect(folder):
     """A folder and a repository give the same facts; of the repository only headers are fetched."""
+    needs("commands")
     (folder / "tmp").mkdir()
     with FakeHub(SMALL, repository="org/parrot") as hub:
         env = env_of(hub, folder, TMPDIR=folder / "tmp")
@@ -776,6 +779,7 @@ def test_inspect(folder):
 
 def test_same_names(folder):
     """Every command takes the same names for a model that is here, and none asks the hub."""
+    needs("commands")
     with FakeHub(SMALL) as hub:
         env = env_of(hub, folder)
         fetch(hub, folder)
@@ -816,6 +820,7 @@ def test_same_names(folder):
 
 
 def test_doctor(folder):
+    needs("commands")
     with FakeHub(SMALL, repository="openai/gpt-oss-20b") as hub:
         env = env_of(hub, folder)
         r = infer("doctor", env=env, code=None)
@@ -910,6 +915,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64
 
 def test_foreign(folder):
     """A model that infer cannot run is not fetched, unless all is asked for; files are named as what they are."""
+    needs("families")
     config = json.dumps({**read_json(PARROT / "config.json"), "model_type": "zebra"}).encode()
     with FakeHub({**SMALL, "config.json": config}) as hub:
         refuses(hub, folder, code=3, words=["org/model", "'zebra'", "gpt_oss, llama", "--all"])

@@ -4,8 +4,8 @@ import json
 import math
 import struct
 
-from helpers import (FIXTURES, PARROT, copy_model, each, expect, ids_of, infer, read_safetensors, refused, safetensors,
-                     same)
+from helpers import (FIXTURES, PARROT, copy_model, each, expect, ids_of, infer, read_safetensors, refused, needs,
+                     safetensors, same)
 
 WITH_GOLDENS = sorted(path.parent.name for path in FIXTURES.glob("*/golden.safetensors"))
 
@@ -38,6 +38,7 @@ def save(model, folder, *options):
 
 
 def test_file_has_transformers_logits(folder):
+    needs("families")
     def check(fixture):
         ids, shape, expected = golden(fixture)
         chosen = ["--ids", ",".join(map(str, ids))]

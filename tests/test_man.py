@@ -3,13 +3,14 @@ import re
 import shutil
 import subprocess
 
-from helpers import TESTS, Skip, expect, infer, same
+from helpers import TESTS, Skip, expect, infer, same, needs
 
 PAGE = TESTS.parent / "commands" / "infer.1"
 
 
 def test_commands():
     """Letter, name and whether it takes a value, of every option of every command, in both directions."""
+    needs("commands", "serve")
     told = {}
     for command in re.findall(r"^  infer (\w+)", infer("--help").text, re.M):
         rows = re.findall(r"^ +(?:-(\w), )?--([\w-]+)( \S)?", infer(command, "--help").text, re.M)

@@ -3,6 +3,8 @@ import json
 
 from helpers import TESTS, expect, infer, refused, same
 
+NEEDS = ("commands", "families")  # rooms
+
 GOLDEN = json.loads((TESTS / "goldens" / "perplexity.json").read_text())
 
 

@@ -13,7 +13,7 @@ import time
 from test_chat import LOOKS_LIKE_CALLS, speaker
 
 from helpers import (CHECKED, CONVERSATIONS, DATE, FIXTURES, GOLDENS, PARROT, Terminal, answered, conversation,
-                     copy_model, data, each, expect, ids_of, infer, patience, play, read_json, read_safetensors,
+                     copy_model, data, each, expect, ids_of, infer, needs, patience, play, read_json, read_safetensors,
                      refused, render, same, start, until, write_json)
 
 STATISTICS = re.compile(r"\[Generated at [\d.]+ tokens/sec · (\d+) tokens?(?: \(\d+ thinking\))? · .* · (.+)\]\n")
@@ -73,6 +73,7 @@ def test_json():
 
 def test_without_tools_a_call_is_text(folder):
     """It is the answer, alone on stdout."""
+    needs("formats", "families")
     def check(name, tokens, text):
         model = speaker(name, folder, *tokens)
         same(infer("play", model, "-p", "Hi", *GREEDY).text, text + "\n", "stdout")

@@ -18,6 +18,8 @@ from test_chat import LOOKS_LIKE_CALLS, folder_of, speaker
 from helpers import (CHECKED, DATE, PARROT, PLAIN, TESTS, Skip, check_sanitizers, copy_model, each, expect, infer,
                      patience, read_safetensors, refused, safetensors, same, start, until)
 
+NEEDS = ("serve",)  # rooms
+
 TINY = TESTS.parent / "models" / "tiny"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello!"}]
