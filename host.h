@@ -74,8 +74,8 @@ struct Container {
     /* The header of file i, which is mapped, as safetensors' JSON. *data: where its data begins; *alignment: each
      * tensor begins at a multiple of it. NULL: BAD_MODEL. */
     cJSON *(*header)(const Tensors *t, int i, size_t *data, size_t *alignment, Error *e);
-    /* What the hub's file `name` holds (config.json, tokenizer.json, ...; chat_template.jinja is a string). It may share
-     * texts with t->metadata. NULL: there is no such file, or an error. */
+    /* What the hub's file `name` holds (config.json, tokenizer.json, ...; chat_template.jinja is a string). It may
+     * share texts with t->metadata. NULL: there is no such file, or an error. */
     cJSON *(*json)(const Tensors *t, const char *path, const char *name, Error *e);
     bool in_files;               /* json() reads the tensors' files, which must be open */
     bool whole_norms;            /* norms are stored as w, also in families whose safetensors have w - 1 */
