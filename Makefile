@@ -136,7 +136,7 @@ fuzz: $(patsubst tests/fuzz_%.c,$(BUILD)/fuzz/%,$(wildcard tests/fuzz_*.c)) ## e
 $(BUILD)/fuzz/request: serve/serve.c serve/page.html
 $(BUILD)/fuzz/%: tests/fuzz_%.c $(REFERENCE) $(wildcard *.h tests/*.h) Makefile
 	@mkdir -p $(@D)
-	clang $(filter-out -MMD -MP,$(FLAGS)) -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $(filter-out serve/serve.c,$(filter %.c,$^)) -o $@ $(LIBS)
+	clang $(filter-out -MMD -MP,$(FLAGS)) -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $(filter-out $(if $(filter request,$*),serve/serve.c),$(filter %.c,$^)) -o $@ $(LIBS)
 
 verify: ## MODEL=DIR: does this engine continue seven prompts as OpenAI's own code does?
 	$(if $(MODEL),,$(error make verify MODEL=DIR: where are the weights of gpt-oss-20b?))

@@ -151,7 +151,10 @@ def seeds(name):
         small = {**parrot, "added_tokens": parrot["added_tokens"][:2],
                  "model": {**parrot["model"], "merges": parrot["model"]["merges"][:2],
                            "vocab": {k: i for k, i in parrot["model"]["vocab"].items() if i < 258}}}
-        return [json.dumps(t).encode() + b"\xffab a<s>bb\n" for t in (parrot, llama, small)]
+        ends = {"type": "TemplateProcessing", "single": [{"Sequence": {}}, {"SpecialToken": {"id": "<s>"}}]}
+        scored = {**llama, "added_tokens": llama["added_tokens"][:1], "post_processor": ends,
+                  "model": {**llama["model"], "merges": [], "scores": [0, 0, -1, -2, -2, -3.5, 0, -1e9]}}
+        return [json.dumps(t).encode() + b"\xffab a<s>bb\n" for t in (parrot, llama, small, scored)]
     call = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
     schema = {"type": "object", "required": ["a"], "properties": {
         "a": {"type": "string", "enum": ["x"], "default": "x", "description": "A\nB"}, "b": {"type": "array", "items": {}},

@@ -1028,6 +1028,20 @@ def test_tokenizer(folder):
     each(TOKENIZERS, check)
 
 
+def test_scores(folder):
+    """Scores in place of merges: the highest merges first, of equal ones the leftmost. A byte's token never merges."""
+    vocab = {"a": 0, "b": 1, "c": 2, "bc": 3, "ab": 4, "abc": 5, "<0x64>": 6, "da": 7}
+
+    def check(name, scores, text, ids):
+        model = {"type": "BPE", "vocab": vocab, "merges": [], "byte_fallback": True, "scores": scores}
+        write_json(folder / "tokenizer.json", {"model": model})
+        same(ids_of(infer("tokenize", folder, stdin=text)), ids, text)
+    equal = [0] * 8
+    each([("equal", equal, "abab", [4, 4]), ("the result has a score, too", equal, "abc", [5]),
+          ("bc is higher", [0, 0, 0, -1, -2, -3], "bcabcb", [3, 5, 1]), ("less than 0", [-9, -9, -9, -3, -1.5, -2], "abcbc", [5, 3]),
+          ("bytes", equal, "da", [6, 0])], check)
+
+
 def test_added_letter(folder):
     """A letter that stands for a byte in the vocabulary. If that lists it, the id there counts, as in `tokenizers`."""
     for name, vocab, wanted in (("listed", VOCAB, VOCAB["õ"]), ("not listed", changed(VOCAB, {"õ": None}), 421)):
