@@ -175,10 +175,10 @@ docs: lesson-packages ## renders README and the notebooks as they are committed,
 # Three rings: what a learner reads first, the core, everything. Deleting is welcome; whoever needs more raises the ring here.
 LEARNER     = $(wildcard infer.h infer.c tokenizer.c sampling.h infer.cu)
 ROOT        = $(wildcard *.c *.h *.cu *.cuh)
-MAX_LEARNER = 5300
-MAX_ROOT    = 9600
-MAX_LINES   = 16500
-MAX_ENTRIES = 40
+MAX_LEARNER = 5080
+MAX_ROOT    = 9770
+MAX_LINES   = 16700
+MAX_ENTRIES = 35
 count: ## lines of each file
 	@wc -l $(COUNTED) | sort -n
 budget: ## do the sources keep the rules of size: the rings, columns of a line, lines of a function?

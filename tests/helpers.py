@@ -274,6 +274,8 @@ class Terminal:
     \\n, escape sequences and what they erase are gone."""
 
     def __init__(self, *args, columns=400, program=CHECKED, cwd=None, seconds=60, **env):
+        if "play" in args and not {"-p", "-f"} & set(args):
+            needs("terminal")
         try:
             self.main, inner = pty.openpty()
         except OSError:

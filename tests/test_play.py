@@ -210,6 +210,7 @@ def test_prompt_and_stdin(folder):
 
 def test_stdin_that_cannot_be_read(folder):
     """A folder and a failing device are errors; what nohup and a shell's <&- leave is no stdin."""
+    needs("commands")
     def check(name, how, *args):
         fd = os.open(*how)
         with start(*args, stdin=fd, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
@@ -237,6 +238,7 @@ def test_stdin_is_a_terminal():
 
 def test_stdout_that_cannot_be_written():
     """A full disk and a pipe that nobody reads: exit code 1 and one line."""
+    needs("commands")
     def check(name, *args):
         with open("/dev/full", "wb") as full, start(*args, stdin=subprocess.DEVNULL, stdout=full, stderr=-1) as p:
             err = p.communicate(timeout=patience(60))[1].decode()
@@ -255,6 +257,7 @@ def test_stdout_that_cannot_be_written():
 def test_options_of_all_commands():
     """No abbreviations, nothing of an unknown option's value is shown, extra arguments are refused, numbers say what
     they may be."""
+    needs("commands", "serve")
     def check(name, args, words):
         r = refused(*args, code=2, words=words)
         expect("hf_" not in r.err.replace("'hf_...'", ""), f"a secret is shown: {r.err!r}")
@@ -288,6 +291,7 @@ def test_wrong_models(folder):
 
 
 def test_commands_and_help():
+    needs("commands", "serve")
     each([("--help", ["--help"], 0, "infer "), ("--version", ["--version"], 0, "infer "), ("nothing", [], 2, ""),
           ("unknown command", ["zebra"], 2, ""), *((f"{c} --help", [c, "--help"], 0, f"infer {c}") for c in (
               "play", "logits", "perplexity", "tokenize", "detokenize", "render", "parse"))],
@@ -355,6 +359,7 @@ def letters_model(folder):
 
 def test_text_is_continued_raw(folder):
     """A model without chat format: the likeliest next token by transformers' logits."""
+    needs("families")
     model = letters_model(folder)
     header, content = read_safetensors(FIXTURES / "llama_bias" / "golden.safetensors")
     ids, rows = (struct.unpack(f"<{(b - a) // 4}{kind}", content[a:b]) for (a, b), kind in
@@ -383,6 +388,7 @@ def test_raw_mode_leaves_the_chat_format_away():
 
 def test_tinystories():
     """A published model, greedy, against what others computed."""
+    needs("families")
     model, golden = data("models/TinyStories-656K"), read_json(GOLDENS / "TinyStories-656K.json")
     r = infer("play", model, "-p", golden["prompt"], "--max-tokens", len(golden["greedy_ids"]), *GREEDY)
     whole = infer("detokenize", model, stdin=json.dumps(golden["prompt_ids"] + golden["greedy_ids"])).text
@@ -391,6 +397,7 @@ def test_tinystories():
 
 def test_stories260K():
     """The same against the output that llama2.c's tests expect."""
+    needs("families")
     stories = data("models/stories260K")
     expected = (stories / "expected_greedy_200.txt").read_text()
     r = infer("play", stories, "-p", "", "--max-tokens", 200, *GREEDY)
@@ -622,6 +629,7 @@ def written(process):
 
 def test_ctrl_c_discards_nothing_of_a_single_answer():
     """Behind 4,096 bytes that wait. The terminal gets its modes back."""
+    needs("terminal")
     filled = "import os, sys; print('.' * 4096, flush=True); os.execv(sys.argv[1], sys.argv[1:])"
 
     def answering():
@@ -902,6 +910,7 @@ def test_words_are_not_broken():
 
 
 def test_help_fits_the_window():
+    needs("terminal")
     for command in ("", "play", "download", "bench", "render"):
         with Terminal(*([command] if command else []), "--help", columns=40) as t:
             same(t.ended(), 0, "exit code")
