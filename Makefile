@@ -22,6 +22,11 @@ ROOMS     = $(if $(filter no,$(EXTENSIONS)),,$(wildcard families encodings forma
 BUILD     = build$(if $(filter no,$(EXTENSIONS)),/core)
 HERE      = $(if $(filter no,$(EXTENSIONS)),$(BUILD)/)
 
+# Every object depends on which rooms there are: a file that changes when they do.
+ifneq ($(MAKECMDGOALS),clean)
+$(shell mkdir -p $(BUILD); echo $(ROOMS) | cmp -s - $(BUILD)/rooms.txt || echo $(ROOMS) >$(BUILD)/rooms.txt)
+endif
+
 LIBRARIES = libcjson libpcre2-8 libcurl libcrypto libutf8proc $(if $(filter terminal,$(ROOMS)),libedit) \
             $(if $(filter serve,$(ROOMS)),libmicrohttpd)
 PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-dev libutf8proc-dev libmicrohttpd-dev
@@ -52,11 +57,11 @@ all: $(HERE)infer ## ./infer, which needs the CUDA toolkit and an NVIDIA GPU; pl
 $(HERE)infer: $(call objects,cuda,$(SOURCES)) $(BUILD)/cuda/infer.cu.o $(BUILD)/cuda/card.cu.o
 	$(NVCC) $(ARCHES) $^ -o $@ $(LIBS) -lcublasLt
 
-$(BUILD)/cuda/%.o: %.c Makefile
+$(BUILD)/cuda/%.o: %.c Makefile $(BUILD)/rooms.txt
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(CFLAGS) -DBACKEND=cuda -c $< -o $@
 
-$(BUILD)/cuda/%.cu.o: %.cu Makefile
+$(BUILD)/cuda/%.cu.o: %.cu Makefile $(BUILD)/rooms.txt
 	@$(NVCC) --version >/dev/null 2>&1 || { echo "make: no CUDA toolkit: install it (developer.nvidia.com/cuda-downloads), set CUDA_HOME, or 'make reference' for the plain C twin" >&2; exit 1; }
 	@mkdir -p $(@D)
 	$(NVCC) -std=c++17 -O3 -g -lineinfo $(ARCHES) -DCUDA_ARCHES='"$(strip $(CUDA_ARCH))"' -I. $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS)) -MMD -MP -c $< -o $@
@@ -91,7 +96,7 @@ $(BUILD)/emulated/emulate.cpp.o: tests/emulated/emulate.cpp Makefile
 	@mkdir -p $(@D)
 	$(CXX) $(EMULATED_FLAGS) -c $< -o $@
 
-$(BUILD)/emulated/%.o: %.c Makefile
+$(BUILD)/emulated/%.o: %.c Makefile $(BUILD)/rooms.txt
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(CFLAGS) -DBACKEND=cuda -DEMULATED=1 -I$(CUDA_HOME)/include -c $< -o $@
 
@@ -103,11 +108,11 @@ $(HERE)infer-reference: $(call objects,reference,$(REFERENCE))
 $(BUILD)/reference/unit: $(call objects,reference,$(REFERENCE) tests/unit.c)
 	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
 
-$(BUILD)/reference/%.o: %.c Makefile
+$(BUILD)/reference/%.o: %.c Makefile $(BUILD)/rooms.txt
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(CFLAGS) -DBACKEND=reference -c $< -o $@
 
-$(BUILD)/cuda/serve/serve.o $(BUILD)/reference/serve/serve.o $(BUILD)/asan/serve/serve.o: serve/page.html
+$(foreach b,cuda reference asan emulated,$(BUILD)/$(b)/serve/serve.o): $(wildcard serve/page.html)
 
 asan: $(BUILD)/asan/infer-reference $(BUILD)/asan/unit ## the twin and the unit tests with sanitizers, below $(BUILD)/asan
 
@@ -119,7 +124,7 @@ $(BUILD)/asan/unit: $(call objects,asan,$(REFERENCE) tests/unit.c)
 
 $(BUILD)/asan/tests/reference.o: SANITIZE += -O3 # it computes
 
-$(BUILD)/asan/%.o: %.c Makefile
+$(BUILD)/asan/%.o: %.c Makefile $(BUILD)/rooms.txt
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(SANITIZE) -DBACKEND=reference -c $< -o $@
 
@@ -128,13 +133,12 @@ GPU = $(shell nvidia-smi -L 2>/dev/null)
 EMULATED = $(and $(if $(GPU),,yes),$(filter x86_64,$(shell uname -m)),$(shell command -v $(CXX)),\
                  $(wildcard $(CUDA_HOME)/include/cublasLt.h),$(wildcard $(CUDA_HOME)/include/crt/host_defines.h))
 test: ## builds and runs the tests; TESTS='...' are arguments of tests/run.py
-	@python3 tests/run.py $(if $(HERE),--core) $(if $(GPU),--gpu) $(if $(EMULATED),--emulated) $(TESTS)
+	@python3 tests/run.py $(if $(HERE),--core) $(if $(GPU),--gpu) $(if $(HERE),,$(if $(EMULATED),--emulated)) $(TESTS)
 
 fuzz: $(patsubst tests/fuzz_%.c,$(BUILD)/fuzz/%,$(wildcard tests/fuzz_*.c)) ## each fuzzer for a minute (needs clang)
 	python3 tests/run_fuzzers.py
 
-$(BUILD)/fuzz/request: serve/serve.c serve/page.html
-$(BUILD)/fuzz/%: tests/fuzz_%.c $(REFERENCE) $(wildcard *.h tests/*.h) Makefile
+$(BUILD)/fuzz/%: tests/fuzz_%.c $(REFERENCE) $(wildcard *.h tests/*.h serve/page.html) Makefile
 	@mkdir -p $(@D)
 	clang $(filter-out -MMD -MP,$(FLAGS)) -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $(filter-out $(if $(filter request,$*),serve/serve.c),$(filter %.c,$^)) -o $@ $(LIBS)
 
@@ -145,8 +149,8 @@ verify: ## MODEL=DIR: does this engine continue seven prompts as OpenAI's own co
 
 install: all ## into DESTDIR and PREFIX, /usr/local
 	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/share/man/man1
-	install -m 755 infer $(DESTDIR)$(PREFIX)/bin/
-	install -m 644 commands/infer.1 $(DESTDIR)$(PREFIX)/share/man/man1/
+	install -m 755 $(HERE)infer $(DESTDIR)$(PREFIX)/bin/
+	$(if $(wildcard commands/infer.1),install -m 644 commands/infer.1 $(DESTDIR)$(PREFIX)/share/man/man1/)
 
 COUNTED = $(wildcard *.c *.h *.cu *.cuh $(foreach room,$(ROOMS),$(room)/*.[ch] $(room)/*.cuh))
 FORMATTED = $(COUNTED) $(wildcard tests/*.[ch] tests/emulated/*)
@@ -196,7 +200,7 @@ budget: ## do the sources keep the rules of size: the rings, columns of a line, 
 
 # The rest of the tree without one room, in build/rooms: it must build, for the GPU too, and pass its tests.
 rooms: ## takes each room away in turn, builds and tests the rest (an hour)
-	@for room in $(ROOMS) fast; do \
+	@for room in $(sort $(ROOMS) fast); do \
 	    echo "== without $$room/"; rm -rf build/rooms; mkdir -p build/rooms; \
 	    git ls-files | grep -v "^$$room/" | tar c -T - | tar x -C build/rooms || exit 1; \
 	    $(NVCC) --version >/dev/null 2>&1 && { $(MAKE) -C build/rooms CUDA_ARCH=sm_90a infer || exit 1; }; \

@@ -659,7 +659,7 @@ static bool wanted(const char *name) {
     if (matches(&given.exclude, name)) return false;
     if (given.include.n) return matches(&given.include, name);
     if (given.all) return true;
-    return !is_like(name, "^consolidated") && /* Mistral's other copy of the weights */
+    return !is_like(name, "^consolidated") && /* another copy of the weights */
            is_like(name, "^([^/]*[.]safetensors([.]index[.]json)?|tokenizer[^/]*|chat_template[.][^/]*|merges[.]txt|"
                          "(config|generation_config|quantize_config|vocab|special_tokens_map|added_tokens)[.]json)$");
 }
@@ -857,7 +857,7 @@ const Option download_options[] = {
     {0, "token-file", "F", TEXT, &given.token_file,
      .help = "a file with your account's token, for private and gated repositories; else HF_TOKEN, HF_TOKEN_PATH or "
              "$HF_HOME/token. It is sent to the hub only"},
-    {0, "jobs", "N", WHOLE, &given.jobs, 1, 64, "8", "files at once"},
+    {0, "jobs", "N", WHOLE, &given.jobs, 1, MAX_JOBS, "8", "files at once"},
     {0}};
 const Command rm = {"rm", "MODEL", "remove a model from the hub's cache", {NULL}, run_rm};
 

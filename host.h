@@ -1,4 +1,4 @@
-/* host.h: what the commands of infer share: models on disk, the engine and its scheduler, the command line's options,
+/* host.h: what commands and rooms share: models on disk, the engine and its scheduler, the command line's options,
  * and the session that opens what a command needs. */
 #ifndef HOST_H
 #define HOST_H
@@ -39,7 +39,7 @@ typedef struct {       /* the last of a table has no name */
 enum { MOST_DIMS = 8 };
 typedef struct { /* a checked range of a file */
     char *name;
-    const char *dtype;    /* safetensors' name, "BF16", "U8", ..., or GGUF's, "Q4_K", ... */
+    const char *dtype;    /* safetensors' name, "BF16", "U8", ..., or a room's */
     const char *encoding; /* the same, or the type of the matrix that it is part of */
     int64_t values;       /* weights in it; 0: it holds scales, zeros or the like */
     int dims;
@@ -110,7 +110,7 @@ typedef struct {
     int owned_n;
 } Checkpoint;
 
-/* Opens a model directory or GGUF file; weights are mapped, not read. BAD_MODEL with file, field or tensor, expected
+/* Opens a model; weights are mapped, not read. BAD_MODEL with file, field or tensor, expected
  * and found. */
 bool checkpoint_open(Checkpoint *c, const char *dir, Error *e);
 /* Opens a model without weights (Model.made_up) from its config.json alone. `encoding` names a type of types[], or is
@@ -132,7 +132,7 @@ typedef struct {
     bool head_norms; /* RMSNorm of each head of q and k before RoPE */
     bool qkv_bias;   /* q, k and v always have a bias, o never; otherwise attention_bias decides */
     bool sinks;      /* self_attn.sinks */
-    bool latent;     /* DeepSeek's latent attention */
+    bool latent;     /* latent attention */
     struct {         /* names of tensors in a layer and in an expert, and keys of config.json; NULL: dense */
         const char *router, *experts, *gate, *up, *down, *count, *width;
         bool biases; /* experts have biases; in safetensors one MXFP4 tensor holds all, rows of gate and up in turn */

@@ -121,7 +121,7 @@ static const cJSON *find_rope(Loader *load, bool window) {
 }
 
 /* RoPE's angles per position, theta^(-2i/d) (Su et al., "RoFormer", 2021), with the scaling that config.json names. A
- * GGUF file may have a tensor of divisors. */
+ * file may have a tensor of divisors. */
 static void read_rope(Loader *load, Model *m, bool window, Rope *out) {
     const cJSON *rope = find_rope(load, window);
     config_only(load, rope, "partial_rotary_factor", 1);
@@ -335,6 +335,9 @@ static void read_config(Loader *load, Model *m, const char *dir) {
     }
     read_sizes(load, m);
     for (int i = 0; packings[i]; i++) packings[i]->open(load, dir);
+    const cJSON *quantization = config_typed(load, load->file, "quantization_config", cJSON_Object, "an object");
+    if (!packings[0] && quantization && !json_is(quantization, "quant_method", "mxfp4"))
+        config_bad(load, quantization, "quant_method", "\"mxfp4\" in this build");
     read_rope(load, m, false, rope);
     rope[1] = rope[0];
     if (two_ropes(load)) read_rope(load, m, true, rope + 1);
@@ -637,8 +640,8 @@ Tensor *bind_tensor(Loader *load, const char *name, const char *suffix, Type typ
     return t;
 }
 
-/* The n elements of a tensor as floats. Adds the 1 that Gemma's files subtract from norms. Made up norms are 1 and made
- * up biases 0. */
+/* The n elements of a tensor as floats. Adds the 1 that some families' files subtract from norms. Made up norms are 1
+ * and made up biases 0. */
 static const float *floats(Loader *load, const Tensor *t, size_t n) {
     const Type type = type_of(t);
     const bool norm = strstr(t->name, "norm");
@@ -830,7 +833,7 @@ static bool has_experts(Loader *load, int layer) {
 static void bind_layer(Loader *load, Model *m, int i) {
     Layer *l = m->layer + i;
     const bool bias = config_true(load, "mlp_bias"), gemma = load->family->gemma;
-    const char *after = "post_attention_layernorm"; /* of attention's result in Gemma, else of the MLP's input */
+    const char *after = "post_attention_layernorm"; /* of attention's result if norms follow, else of the MLP's input */
     l->attn_norm = bind_floats(load, "input_layernorm", ".weight", m->dim);
     l->ffn_norm = bind_floats(load, gemma ? "pre_feedforward_layernorm" : after, ".weight", m->dim);
     l->attn_post_norm = bind_floats(load, after, ".weight", gemma ? m->dim : 0);
@@ -857,7 +860,7 @@ static bool left_out(const Loader *load, const char *name) {
     bool extra = load->family->latent && layer && strtol(layer + 7, NULL, 10) >= load->c->model.n_layers;
     return strstr(name, ".rotary_emb.inv_freq") || strstr(name, "activation_scale") ||
            (dot && text_listed(ignored, dot + 1)) || (load->tied && strstr(name, "lm_head.weight")) ||
-           (load->config != load->file && picture) || extra; /* DeepSeek's extra layer predicts a second token */
+           (load->config != load->file && picture) || extra; /* an extra layer predicts a second token */
 }
 
 static bool same_tensor(const Tensor *a, const Tensor *b) {
@@ -912,7 +915,9 @@ static bool read_checkpoint(Checkpoint *c, const char *dir, bool made_up, const 
     *c = (Checkpoint){.model.made_up = made_up};
     *e = (Error){0};
     bool ok = open_config(&load, dir);
-    for (int i = 0; ok && encoding && packings[i]; i++) ok = packings[i]->knows(encoding, e);
+    bool known = !encoding;
+    for (int i = 0; ok && !known && packings[i]; i++) known = packings[i]->knows(encoding, e);
+    if (ok && !known && !e->code) fail(e, USAGE, "this build has no encodings: --encoding is not known");
     if (ok && !made_up && !load.container->in_files) tensors_open(&c->tensors, dir, e);
     if (!failed(&load)) bind_all(&load, &c->model);
     if (e->code) checkpoint_close(c);
@@ -1294,17 +1299,6 @@ static bool open_tokenizer(Session *s, bool may_lack, Error *e) {
                 path, tokenizer_size(s->tokenizer) - 1, vocab);
 }
 
-/* Adds the tokens that end a text in every family that has them: a GGUF file names at most three such tokens. */
-static void add_stops(Session *s) {
-    static const char *const ends[] = {"<|eot_id|>",      "<|eom_id|>",    "<|im_end|>",
-                                       "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>",
-                                       "<|return|>",      "<|call|>",      "</s>"};
-    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
-        int id = tokenizer_added(s->tokenizer, ends[i]);
-        if (tokenizer_is_control(s->tokenizer, id)) ids_add(&s->checkpoint.stop, id);
-    }
-}
-
 bool session_open(Session *s, const char *model, int need, Error *e) {
     bool tokenizer = need & (NEED_TOKENIZER | NEED_CHAT);
     if (model && !(s->dir = get_model(model, e))) return false;
@@ -1314,7 +1308,6 @@ bool session_open(Session *s, const char *model, int need, Error *e) {
     if ((tokenizer || need & USE_TOKENIZER) && !open_tokenizer(s, !tokenizer, e)) return false;
     if (s->tokenizer) s->has_chat = chat_open(&s->chat, s->tokenizer, tokenizer_template(s->tokenizer), &s->no_chat);
     if (!s->has_chat) fail(&s->no_chat, BAD_MODEL, "%s has no chat format: %s", s->name, s->no_chat.text);
-    if (s->tokenizer && container_at(s->dir)->in_files) add_stops(s);
     if (need & NEED_CHAT && !s->has_chat) return *e = s->no_chat, false;
     return true;
 }
@@ -1459,9 +1452,11 @@ static bool keep_answer(Answer *a, Error *e) {
     Play *p = a->p;
     Message *last = a->reader.messages ? a->reader.message + a->reader.messages - 1 : NULL;
     Part part = last ? message_part(last) : REASONING;
-    const char *at = part == CALL ? "calling a tool" : "thinking", *cure = p->loop ? "; /retry tries again" : "";
+    const char *at = part == CALL ? "calling a tool" : "thinking",
+               *cure = p->loop && terminal ? "; /retry tries again" : "";
     if (!p->chat) return conversation_add(&p->talk, "assistant", NULL, a->text.data, a->text.n);
-    if (!strcmp(a->reason, "token limit")) cure = p->loop ? ": /set max-tokens raises it" : ": --max-tokens raises it";
+    if (!strcmp(a->reason, "token limit"))
+        cure = p->loop && terminal ? ": /set max-tokens raises it" : ": --max-tokens raises it";
     if (part == REASONING || (part == CALL && (!p->loop || strcmp(a->reason, "tool call"))))
         return fail(e, interrupted ? INTERRUPTED : FAILED, "no answer: ended while %s (%s)%s", at, a->reason, cure);
     if (part == ANSWER && !strcmp(a->reason, "stop text")) /* the conversation keeps what was shown */
@@ -1532,10 +1527,9 @@ int converse(Play *p) {
     if (a.reason && given.json) print_answer_json(&a);
     if (a.reason && !given.json) print_statistics(&a, p->loop ? stdout : stderr);
     if (p->loop && (e.code == NO_ROOM || (a.reason && !strcmp(a.reason, "context full"))))
-        ok = fail(&e, NO_ROOM,
-                  "the context of %s tokens is full: /undo takes the last question back, /clear begins anew, "
-                  "infer play --ctx chooses a larger one",
-                  COUNT((uint64_t)p->m.engine.context));
+        ok = fail(&e, NO_ROOM, "the context of %s tokens is full: %sinfer play --ctx chooses a larger one",
+                  COUNT((uint64_t)p->m.engine.context),
+                  terminal ? "/undo takes the last question back, /clear begins anew, " : "");
     if (!ok && (!p->loop || e.code == GPU_FAULT)) {
         if (p->loop && terminal) terminal->leave();
         die(&e);
@@ -1567,23 +1561,34 @@ static bool read_prompt(Play *p, Bytes *text, Error *e) {
     return check_text("the prompt", text->data, text->n, e);
 }
 
-/* The loop without terminal/: a line is a question. */
+static void catch_interrupt(int flags) {
+    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt, .sa_flags = flags}, NULL);
+}
+
+/* The loop without terminal/: a line is a question. Ctrl+C at the prompt clears it. */
 static int plain_loop(Play *p) {
-    char *line = NULL;
+    LOCAL(text_free) char *line = NULL;
     size_t room = 0;
-    ssize_t n;
-    while (printf("You: "), fflush(stdout), interrupted = 0, (n = getline(&line, &room, stdin)) >= 0) {
+    ssize_t n = 0;
+    while (n >= 0) {
         Error e;
-        n -= n && line[n - 1] == '\n';
+        printf("You: ");
+        fflush(stdout);
+        interrupted = 0;
+        catch_interrupt(0); /* it ends getline() ... */
+        n = getline(&line, &room, stdin);
+        catch_interrupt(SA_RESTART); /* ... but no other call */
+        if (n < 0) puts("");
+        if (n < 0 && interrupted) clearerr(stdin), n = 0;
+        if (n <= 0) continue;
+        n -= line[n - 1] == '\n';
         if (!check_text("the text", line, (size_t)n, &e)) {
             put_text(stderr, RED, "", e.text);
-        } else if (strspn(line, " \t\n") < (size_t)n) {
+        } else if (strspn(line, " \t") < (size_t)n) {
             conversation_add(&p->talk, "user", NULL, line, (size_t)n);
             converse(p);
         }
     }
-    puts("");
-    free(line);
     return DONE;
 }
 
@@ -1613,7 +1618,7 @@ static int run_play(const char *model) {
     if (!read_prompt(&p, &prompt, &e) || !open_play(&p, model, &e)) die(&e);
     bool blank = !p.loop && p.chat && strspn(prompt.data, " \t\r\n") == prompt.n;
     if (blank) fail(&e, USAGE, "the prompt is empty"), die(&e);
-    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt, .sa_flags = SA_RESTART}, NULL);
+    catch_interrupt(SA_RESTART);
     if (!p.loop) conversation_add(&p.talk, "user", NULL, prompt.data, prompt.n);
     if (!p.loop) return converse(&p);
     return terminal ? terminal->loop(&p) : plain_loop(&p);
@@ -1756,7 +1761,7 @@ const Command parse = {
 
 enum { NPY_HEADER = 128 }; /* bytes */
 
-static struct { /* the text of logits and explain */
+static struct { /* of commands that call session_text() */
     const char *prompt, *ids;
 } text_given;
 const Option text_options[] = {{'p', "prompt", "TEXT", TEXT, &text_given.prompt,
@@ -1895,7 +1900,7 @@ static void print_summary(FILE *to) {
     }
     print_row(to, "", 0,
               "\ninfer COMMAND --help shows its options. "
-              "MODEL is a folder, a GGUF file, or part of a name that infer list shows.");
+              "MODEL is a path, ORG/NAME, or a unique part of the name of a model that is here.");
 }
 
 __attribute__((weak)) int main(int argc, char **argv) { /* a test program has its own */

@@ -128,7 +128,7 @@ typedef struct {
     int n_heads, n_kv_heads;       /* query heads share a key/value head in groups of n_heads / n_kv_heads */
     int head_dim, v_dim, rope_dim; /* of a head of q and k; of a head of v; RoPE turns the last rope_dim of head_dim */
     int kv_rank;                   /* latent attention, which has n_kv_heads 1; 0: no latent attention */
-    bool k_up_transposed;          /* k_up is n_heads times (kv_rank, head_dim - rope_dim), as GGUF has it */
+    bool k_up_transposed;          /* k_up is n_heads times (kv_rank, head_dim - rope_dim), as some files have it */
     bool neighbours;               /* RoPE turns the pairs (2i, 2i + 1), else (i, i + rope_dim / 2) */
     const Rope *rope;              /* (2) for layers that see all, for layers with a window */
     float attn_scale;              /* of q . k */

@@ -570,7 +570,7 @@ static bool read_part(Tokenizer *t, const char *stage, const cJSON *c) {
     if (!splits || !json_is(c, "type", "Split")) return false;
     const cJSON *pattern = json_get(c, "pattern");
     if (json_is(c, "behavior", "MergedWithPrevious") && t->features & MARK_SPACES)
-        return json_is(pattern, "String", " "); /* Gemma's; it finds no space, because all are marks */
+        return json_is(pattern, "String", " "); /* it finds no space, because all are marks */
     return json_is(c, "behavior", "Isolated") && !json_true(c, "invert") && add_split(t, json_string(pattern, "Regex"));
 }
 

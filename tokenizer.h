@@ -15,7 +15,7 @@ typedef cJSON *JsonFile(const void *model, const char *name, Error *e);
 Tokenizer *tokenizer_open(const char *path, JsonFile *json, const void *model, Error *e);
 void tokenizer_close(Tokenizer *t);
 
-/* Removes added tokens that the model has no embedding for (Gemma 3 1B has one). False: other tokens lack one too, so
+/* Removes added tokens that the model has no embedding for. False: other tokens lack one too, so
  * the tokenizer belongs to another model. */
 bool tokenizer_fit(Tokenizer *t, int vocab);
 const char *tokenizer_template(const Tokenizer *t); /* the model's chat template, or "" */

@@ -266,6 +266,20 @@ static void add_rope(cJSON *config, const char *arch) {
     cJSON_AddItemToObject(config, "rope_scaling", cJSON_Duplicate(config, true));
 }
 
+/* Adds the tokens that end a text in every family that has them: the keys name at most three. */
+static void add_stops(cJSON *stop, const cJSON *metadata, double vocab) {
+    static const char ends[] = "<|eot_id|> <|eom_id|> <|im_end|> <|end_of_text|> <|endoftext|> <end_of_turn> "
+                               "<|return|> <|call|> </s>";
+    enum { CONTROL = 3, USER_DEFINED = 4 }; /* tokenizer.ggml.token_type */
+    const cJSON *tokens = json_get(metadata, "tokenizer.ggml.tokens"), *token = tokens ? tokens->child : NULL;
+    const cJSON *types = json_get(metadata, "tokenizer.ggml.token_type"), *type = types ? types->child : NULL;
+    for (int id = 0; token && type && id < vocab; id++, token = token->next, type = type->next) {
+        const char *text = cJSON_GetStringValue(token);
+        const bool cut = type->valuedouble == CONTROL || type->valuedouble == USER_DEFINED;
+        if (cut && text && *text && text_listed(ends, text)) cJSON_AddItemToArray(stop, cJSON_CreateNumber(id));
+    }
+}
+
 static cJSON *config_json(const Tensors *t, const char *path, Error *e) {
     static const char *const stops[] = {"tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id",
                                         "tokenizer.ggml.eom_token_id"},
@@ -320,6 +334,7 @@ static cJSON *config_json(const Tensors *t, const char *path, Error *e) {
     add_rope(c, arch);
     cJSON *stop = cJSON_AddArrayToObject(c, "eos_token_id");
     for (int i = 0; i < 3; i++) cJSON_AddItemToArray(stop, cJSON_Duplicate(json_get(t->metadata, stops[i]), true));
+    add_stops(stop, t->metadata, vocab);
     return c;
 }
 

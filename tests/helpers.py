@@ -40,11 +40,16 @@ class Skip(Exception):
     """Raised by a test that cannot run here, with the reason."""
 
 
+def has(*rooms):
+    """Has this build these rooms?"""
+    return not CORE and all((TESTS.parent / room).is_dir() for room in rooms)
+
+
 def needs(*rooms):
     """Skips a test that needs a room which this build does not have."""
-    missing = [room for room in rooms if CORE or not (TESTS.parent / room).is_dir()]
-    if missing:
-        raise Skip(f"needs {missing[0]}/")
+    for room in rooms:
+        if not has(room):
+            raise Skip(f"needs {room}/")
 
 
 # ---- published files, which are not shipped
@@ -273,8 +278,8 @@ class Terminal:
     """`infer` in a pseudo terminal, so wide that no line is wrapped. Tests match what it shows as text: lines end in
     \\n, escape sequences and what they erase are gone."""
 
-    def __init__(self, *args, columns=400, program=CHECKED, cwd=None, seconds=60, **env):
-        if "play" in args and not {"-p", "-f"} & set(args):
+    def __init__(self, *args, columns=400, program=CHECKED, cwd=None, seconds=60, lines=False, **env):
+        if not lines and "play" in args and not {"-p", "-f"} & set(args):
             needs("terminal")
         try:
             self.main, inner = pty.openpty()

@@ -4,7 +4,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from helpers import PLAIN, TESTS, each, expect, infer, refused, same, slowness
+from helpers import PLAIN, TESTS, each, expect, has, infer, needs, refused, same, slowness
 from test_serve import Server
 
 NEEDS = ("commands",)  # rooms
@@ -45,6 +45,9 @@ def test_refuses(folder):
     expect("left out" in infer("bench", TINY, *"-p 9999999 -b 1 -d 9999999".split(), code=4).err, "nothing fits")
     (folder / "config.json").write_bytes((TINY / "config.json").read_bytes())
     refused("bench", folder, code=2, words=["random weights", "GPU"], program=PLAIN)
+    if not has("encodings"):
+        refused("bench", folder, "--encoding", "fp8", code=2, words=["no encodings"])
+        return
     refused("bench", folder, "--encoding", "fp9", code=2, words=["fp9", "FP8, INT8", "Q4_K"])
     refused("bench", folder, "--encoding", "q4_k", words=["blocks of 256", "Q4_K"])
     refused("bench", TINY, "--encoding", "fp8", code=2, words=["has weights", "--encoding"])
@@ -170,6 +173,7 @@ def test_serve_at_a_long_url():
 
 def test_serve_itself():
     """The two commands understand each other."""
+    needs("serve")
     with Server(TINY, "--ctx", 256, "--streams", 2) as server:
         rows = json.loads(infer("bench", "--serve", f"http://127.0.0.1:{server.port}",
                                 *"-c 1,3 -p 70 -n 5 -r 1 -o json".split()).text)

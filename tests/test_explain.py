@@ -6,7 +6,7 @@ import math
 import re
 import struct
 
-from helpers import FIXTURES, PARROT, Terminal, copy_model, each, expect, infer, read_safetensors, refused, same
+from helpers import FIXTURES, PARROT, Terminal, copy_model, each, expect, infer, needs, read_safetensors, refused, same
 from test_logits import WITH_GOLDENS, golden, read_npy
 
 NEEDS = ("commands",)  # rooms
@@ -32,6 +32,7 @@ def as_option(ids):
 
 
 def test_tap_has_transformers_stages(folder):
+    needs("families")
     def check(fixture):
         stages = folder / fixture
         infer("logits", FIXTURES / fixture, *as_option(golden(fixture)[0]), "--all", "--tap", stages)
@@ -82,6 +83,7 @@ def places(text):
 
 
 def test_has_transformers_probabilities_and_experts():
+    needs("families")
     def check(fixture):
         ids, (n, vocab), logits = golden(fixture)
         stages = goldens(fixture)

@@ -11,7 +11,7 @@ from helpers import (FIXTURES, GOLDENS, PARROT, PLAIN, copy_model, data, each, e
 from test_chat import MODELS as CHATS, folder_of
 from test_logits import golden, read_npy
 
-NEEDS = ("encodings",)  # rooms
+NEEDS = ("encodings", "families", "formats", "commands")  # rooms
 
 TYPE_FILES = sorted((FIXTURES / "gguf").glob("*.gguf"))
 # fixture, tokens that count: GGUF has no key for qwen2's windows, which hide nothing of the first six

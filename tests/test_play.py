@@ -13,7 +13,7 @@ import time
 from test_chat import LOOKS_LIKE_CALLS, speaker
 
 from helpers import (CHECKED, CONVERSATIONS, DATE, FIXTURES, GOLDENS, PARROT, Terminal, answered, conversation,
-                     copy_model, data, each, expect, ids_of, infer, needs, patience, play, read_json, read_safetensors,
+                     copy_model, data, each, expect, has, ids_of, infer, needs, patience, play, read_json, read_safetensors,
                      refused, render, same, start, until, write_json)
 
 STATISTICS = re.compile(r"\[Generated at [\d.]+ tokens/sec · (\d+) tokens?(?: \(\d+ thinking\))? · .* · (.+)\]\n")
@@ -1301,3 +1301,19 @@ def test_main_names_the_snapshot(folder):
     (old / "config.json").write_text("{}")
     same(infer("play", "org/parrot", "-p", "Hello!", *GREEDY, cwd=folder, env={"HF_HUB_CACHE": hub}).text,
          HELLO["answer"] + "\n", "stdout")
+
+
+def test_a_loop_of_lines():
+    """Without terminal/ a line is a question; Ctrl+C at the prompt spoils none."""
+    if has("terminal"):
+        raise Skip("is for a build without terminal/")
+    with Terminal("play", PARROT, *GREEDY, "--date", DATE, lines=True) as t:
+        t.wait("You: ")
+        t.send("\n")
+        t.wait("You: ")
+        t.send("\x03")
+        t.wait("You: ")
+        t.send("Hello!\n")
+        t.wait("Assistant: ", "Generated at", "You: ")
+        t.send("/help\n")
+        t.wait("Assistant: ", "Generated at", "You: ")

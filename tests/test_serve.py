@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from test_chat import LOOKS_LIKE_CALLS, folder_of, speaker
 
-from helpers import (CHECKED, DATE, PARROT, PLAIN, TESTS, Skip, check_sanitizers, copy_model, each, expect, infer,
+from helpers import (CHECKED, DATE, PARROT, PLAIN, TESTS, Skip, check_sanitizers, copy_model, each, expect, infer, needs,
                      patience, read_safetensors, refused, safetensors, same, start, until)
 
 NEEDS = ("serve",)  # rooms
@@ -247,6 +247,7 @@ def test_logprobs_end_where_a_stop_text_begins():
 
 def test_logprobs_of_what_an_answer_drops(folder):
     """White space at both ends, marks and calls have none: the bytes join to the text, streamed or not."""
+    needs("formats", "families")
     tools = [{"type": "function", "function": {"name": "f"}}]
 
     def check(name, model, tokens, content, more):
@@ -504,6 +505,7 @@ def test_bad_bodies():
 
 
 def test_what_a_format_lacks_is_named(folder):
+    needs("formats", "families")
     tools = [{"type": "function", "function": {"name": "f"}}]
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}
     with Server(speaker("SmolLM2", folder, "Hi", "<|im_end|>")) as s:
@@ -548,6 +550,7 @@ def test_fields_that_are_not_supported():
 
 def test_thinking_switched_off(folder):
     """As clients of Qwen3 do it; a model that always thinks refuses it."""
+    needs("formats", "families")
     model = folder_of("Qwen3", folder)
     for name in ("config.json", "model.safetensors"):
         (model / name).symlink_to(PARROT / name)
@@ -575,6 +578,7 @@ def test_thinking_switched_off(folder):
 
 def test_without_tools_a_call_is_text(folder):
     """As the model wrote it, streamed or not; with tools it is a call."""
+    needs("formats", "families")
     tools = [{"type": "function", "function": {"name": "f"}}]
 
     def check(name, tokens, text):
@@ -611,6 +615,7 @@ def test_one_call_at_most():
 
 def test_a_list_of_calls(folder):
     """Mistral's: each is there with its object, and a client's ids come back as the template wants them."""
+    needs("formats", "families")
     model = speaker("Mistral v0.3", folder, "[TOOL_CALLS]", ' [{"name": "f", "arguments": {"a":1}', '}, {"',
                     'name": "g", "arguments": {}', "}]", "</s>")
     tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
