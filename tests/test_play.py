@@ -12,7 +12,7 @@ import time
 
 from test_chat import LOOKS_LIKE_CALLS, speaker
 
-from helpers import (CHECKED, CONVERSATIONS, DATE, FIXTURES, GOLDENS, PARROT, Terminal, answered, conversation,
+from helpers import (CHECKED, CONVERSATIONS, DATE, FIXTURES, GOLDENS, PARROT, Skip, Terminal, answered, conversation,
                      copy_model, data, each, expect, has, ids_of, infer, needs, patience, play, read_json, read_safetensors,
                      refused, render, same, start, until, write_json)
 
