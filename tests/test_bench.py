@@ -45,12 +45,12 @@ def test_refuses(folder):
     expect("left out" in infer("bench", TINY, *"-p 9999999 -b 1 -d 9999999".split(), code=4).err, "nothing fits")
     (folder / "config.json").write_bytes((TINY / "config.json").read_bytes())
     refused("bench", folder, code=2, words=["random weights", "GPU"], program=PLAIN)
+    refused("bench", TINY, "--encoding", "fp8", code=2, words=["has weights", "--encoding"])
     if not has("encodings"):
         refused("bench", folder, "--encoding", "fp8", code=2, words=["no encodings"])
         return
     refused("bench", folder, "--encoding", "fp9", code=2, words=["fp9", "FP8, INT8", "Q4_K"])
     refused("bench", folder, "--encoding", "q4_k", words=["blocks of 256", "Q4_K"])
-    refused("bench", TINY, "--encoding", "fp8", code=2, words=["has weights", "--encoding"])
 
 
 class FakeServer:
