@@ -360,7 +360,8 @@ static bool is_vision_part(const char *path) {
 
 static bool files(Tensors *t, const char *path, Error *e) {
     const int n = parts_of(path), stem = (int)strlen(path) - 19;
-    if (is_vision_part(path)) return fail(e, BAD_MODEL, "%s: this is the vision part of a model, not its text part", path);
+    if (is_vision_part(path))
+        return fail(e, BAD_MODEL, "%s: this is the vision part of a model, not its text part", path);
     if (!n) return fail(e, BAD_MODEL, "%s: not the first of its parts: the model is NAME-00001-of-...gguf", path);
     for (int i = 0; i < n; i++) /* the stem is followed by 00001-of-00003.gguf */
         tensors_add_file(t, i ? text_print("%.*s%05d-of-%05d.gguf", stem, path, i + 1, n) : text_print("%s", path));
