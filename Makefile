@@ -133,7 +133,7 @@ GPU = $(shell nvidia-smi -L 2>/dev/null)
 EMULATED = $(and $(if $(GPU),,yes),$(filter x86_64,$(shell uname -m)),$(shell command -v $(CXX)),\
                  $(wildcard $(CUDA_HOME)/include/cublasLt.h),$(wildcard $(CUDA_HOME)/include/crt/host_defines.h))
 test: ## builds and runs the tests; TESTS='...' are arguments of tests/run.py
-	@python3 tests/run.py $(if $(HERE),--core) $(if $(GPU),--gpu) $(if $(HERE),,$(if $(EMULATED),--emulated)) $(TESTS)
+	@python3 tests/run.py $(if $(HERE),--core) $(if $(GPU),--gpu) $(if $(EMULATED),--emulated) $(TESTS)
 
 fuzz: $(patsubst tests/fuzz_%.c,$(BUILD)/fuzz/%,$(wildcard tests/fuzz_*.c)) ## each fuzzer for a minute (needs clang)
 	python3 tests/run_fuzzers.py

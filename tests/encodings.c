@@ -1,4 +1,5 @@
 /* encodings.c: what unit.c checks of encodings/: the bits of made up weights. unit.c includes it. */
+#include "encodings/types.h"
 
 /* Made up weights have the bits that the encodings are known for, scales and zeros included. */
 static void sizes_of_encodings(void) {

@@ -3,7 +3,6 @@
 #ifndef REAL_H
 #define REAL_H
 
-#include "encodings/types.h"
 #include "check.h"
 
 #include <sys/mman.h>
@@ -36,7 +35,6 @@ static inline Linear stored(Type type, int n, int rows, int cols, const void *da
     if (type == MXFP4) w.scale = (Grid){E8M0, 1, 32, false}, scales = view_of(NULL, n * rows, row / 16);
     for (int i = 0; i < n; i++)
         each[i] = (Stored){part_of(codes, i, n), .factor = 1, .bias = bias ? bias + i * rows : NULL};
-    if (type == INT8) w.scale = (Grid){F32, 1, cols, false}, scales = view_of(NULL, n * rows, sizeof(float));
     for (int i = 0; i < n && w.scale.rows; i++) each[i].scale = part_of(scales, i, n);
     return w;
 }

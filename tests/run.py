@@ -31,9 +31,9 @@ from pathlib import Path
 import helpers
 
 ROOT = helpers.TESTS.parent
-# Rooms with tests in C, ROOM.c; those of encodings/ are of models of families/.
+# Rooms with tests in C, ROOM.c and gpu_ROOM.c; those of encodings/ are of models of families/.
 ROOMS = [room for room in ("families", "encodings", "formats")
-         if (ROOT / room).is_dir() and (room != "encodings" or (ROOT / "families").is_dir())]
+         if helpers.has(room) and (room != "encodings" or helpers.has("families"))]
 QUIET = 10  # seconds without a result until a line says what runs
 # Builds: what make makes, what the first lines call it, and seconds of processor time. They have no object in common.
 BUILDS = {"reference": ([helpers.PLAIN, helpers.BUILD / "reference/unit"], "infer-reference", 13),
@@ -242,9 +242,11 @@ def tests_of(options):
         if build_name == "emulated" and "--emulated" not in options:
             continue
         path = helpers.BUILD / build_name / program
-        for source in [program] + ROOMS * (program == "unit" and not helpers.CORE):
-            text = (helpers.TESTS / f"{source}.c").read_text()
-            for name in re.findall(r'\brun\("([^"]+)"', text.split("\nint main(")[-1]):
+        parts = [f"{program}.c", *(f"{room}.c" if program == "unit" else f"{program}_{room}.c" for room in ROOMS)]
+        for source in [helpers.TESTS / part for part in parts if (helpers.TESTS / part).exists()]:
+            # those that this function runs are all that the program has; others in front of it take a GPU
+            text = re.split(r"\nint main\(|\nstatic void \w+_tests\(void\)", source.read_text())[-1]
+            for name in re.findall(r'\brun\("([^"]+)"', text):
                 yield Job(prefix + name, c_tests(path, prefix, *more, name), [build_name])
     if "--gpu" in options:
         yield Job("gpu", c_tests(helpers.BUILD / "cuda" / "gpu", ""), ["cuda"], 600)
