@@ -39,6 +39,13 @@ const Family *const families[] = {gpt_oss,
 #endif
                                   NULL};
 
+extern const ExpertLayout separate_experts, stacked_experts, numbered_experts;
+const ExpertLayout *const layouts[] = {&experts_in_turn,
+#ifdef ROOM_families
+                                       &separate_experts, &stacked_experts, &numbered_experts,
+#endif
+                                       NULL};
+
 extern const Format templates;
 const Format *const formats[] = {&harmony,
 #ifdef ROOM_formats

@@ -121,45 +121,32 @@ void checkpoint_close(Checkpoint *c);
 
 /* ---- reading a model: what families/ and encodings/ use ---- */
 
-#define JSON(...) #__VA_ARGS__
-
-typedef struct {
-    const char *model_type; /* of config.json */
-    const char *defaults;   /* values of keys that its config.json leaves out, where families differ */
-    const char *fixed;      /* those whose value counts even if config.json has another; or NULL */
-    Act act;
-    bool gemma;      /* files hold norms as w - 1; norms also follow attention and MLP; embeddings are scaled */
-    bool head_norms; /* RMSNorm of each head of q and k before RoPE */
-    bool qkv_bias;   /* q, k and v always have a bias, o never; otherwise attention_bias decides */
-    bool sinks;      /* self_attn.sinks */
-    bool latent;     /* latent attention */
-    struct {         /* names of tensors in a layer and in an expert, and keys of config.json; NULL: dense */
-        const char *router, *experts, *gate, *up, *down, *count, *width;
-        bool biases; /* experts have biases; in safetensors one MXFP4 tensor holds all, rows of gate and up in turn */
-    } moe;
-    const char *nested; /* family of the text model in its text_config */
+typedef struct Loader Loader;
+typedef struct {                          /* a family of models: straight functions, with the helpers below */
+    const char *model_type;               /* of config.json */
+    void (*read)(Loader *load, Model *m); /* config.json: sizes and formulas */
+    void (*bind)(Loader *load, Model *m); /* tensors, by name and shape */
+    bool (*left_out)(const Loader *load,
+                     const char *name); /* is this tensor not needed for text? NULL: there is none */
 } Family;
-
-/* Experts whose tensors are named as most are; what differs follows. */
-#define EXPERTS(router, ...)                                                                                           \
-    { router, "mlp.experts", ".gate_proj", ".up_proj", ".down_proj", __VA_ARGS__ }
 extern const Family *const families[]; /* lists that end with a row without model_type; extensions.c */
 
-typedef struct { /* a model being read. After the first error, which fills *e, nothing more is bound */
+struct Loader { /* a model being read. After the first error, which fills *e, nothing more is bound */
     Checkpoint *c;
     const Family *family;
-    char *path;             /* of config.json */
-    cJSON *file, *defaults; /* file: config.json as it is */
-    cJSON *config;          /* the same, or its text_config, and the defaults of keys that it lacks */
-    char prefix[30];        /* of tensor names: "model.layers.3." in a layer, nothing outside */
-    bool tied;              /* embed and head are one */
+    char *path;          /* of config.json */
+    cJSON *file;         /* config.json */
+    const cJSON *config; /* the same, or the part of it that describes the text model */
+    Rope *rope;          /* (2) Model.rope, which the family fills */
+    char prefix[30];     /* of tensor names: "model.layers.3." in a layer, nothing outside */
+    bool tied;           /* embed and head are one */
     const Container *container;
     /* encodings/: */
     const char *encoding;      /* of made up matrices; NULL: BF16 */
     const cJSON *quantization; /* quantization_config, or NULL */
     bool zeros;                /* all groups of compressed-tensors have zero points */
     Error *e;
-} Loader;
+};
 
 static inline bool failed(const Loader *load) { return load->e->code; }
 
@@ -173,14 +160,44 @@ void config_bad(Loader *load, const cJSON *object, const char *key, const char *
 /* The value of a key; NULL: it is missing or null. */
 const cJSON *config_typed(Loader *load, const cJSON *object, const char *key, int type, const char *expected);
 const char *config_text(Loader *load, const cJSON *object, const char *key);
-bool config_true(Loader *load, const char *key);
+/* `absent` is what a missing key means. Null is false. */
+bool config_true(Loader *load, const char *key, bool absent);
 /* A number in [least, most]. A missing key has the value `absent`; if that is out of range, the key is required. */
 double config_number(Loader *load, const cJSON *object, const char *key, double least, double most, double absent);
 int config_whole(Loader *load, const char *key, int least, int most, int absent);
-/* Refuses every value of a key but this one. The key may be missing. */
+/* The same of a key that may be null, which means 0; `absent` may be 0, too. */
+int config_optional(Loader *load, const char *key, int least, int most, int absent);
+/* Refuse every value of a key but this one. The key may be missing. */
 void config_only(Loader *load, const cJSON *object, const char *key, double value);
+void config_only_text(Loader *load, const cJSON *object, const char *key, const char *text);
 /* A file of the model by the hub's name; NULL: it is not there, or an error. */
 cJSON *model_json(Loader *load, const char *dir, const char *name);
+
+typedef struct { /* what missing keys mean; 0: the key is required */
+    int layers, dim, vocab, context, heads;
+    double eps;
+} Sizes;
+void read_sizes(Loader *load, Model *m, Sizes absent);
+/* The heads and their size. kv_heads and size: what missing keys mean. 0, and null in the file: n_heads and dim /
+ * n_heads. */
+void read_heads(Loader *load, Model *m, int kv_heads, int size);
+/* What layer_types says of layer i, one of `known`, or without it `sliding`: has it a window, and its rope? */
+void read_layer_type(Loader *load, Model *m, int i, const char *known, bool sliding, int window);
+
+/* RoPE (Su et al., "RoFormer", 2021) and its scaling. config.json has an object of its parameters, rope_parameters or,
+ * under the older name, rope_scaling. A file with both must say the same in both. NULL: it has none. */
+const cJSON *find_rope(Loader *load);
+const char *rope_type(Loader *load, const cJSON *rope);
+/* theta: of `rope`, or `absent`. Refuses what makes RoPE another one. */
+double rope_theta(Loader *load, const cJSON *rope, double absent);
+/* The context that the model had before it was enlarged. *given: a key says it. */
+double original_context(Loader *load, const Model *m, const cJSON *rope, bool *given);
+/* Types default, linear and yarn. theta: if `rope`, which may be NULL, has none. */
+Rope read_rope(Loader *load, Model *m, const cJSON *rope, double theta);
+/* Angles per position theta^(-2i/d). share (rope_dim / 2): the part of an angle that is not divided by the factor;
+ * NULL: 0. scale multiplies cos and sin. */
+Rope make_rope(Loader *load, const Model *m, double theta, double factor, const double *share, double scale);
+double yarn_scale(double factor, double mscale);
 
 /* Zeroed memory that is freed with the checkpoint. */
 void *keep(Checkpoint *c, size_t count, size_t bytes);
@@ -210,6 +227,20 @@ const float *bind_floats(Loader *load, const char *name, const char *suffix, int
  * one) or NO_BIAS (instead of false: nothing would add it). */
 enum { NO_BIAS = -1 };
 Linear bind_linear(Loader *load, const char *name, int rows, int cols, int bias);
+
+/* embed, head and norm. tied: what a missing tie_word_embeddings means. */
+void bind_ends(Loader *load, Model *m, bool tied);
+/* Tensor names are those of layer l from here on. False: there is no such layer, or an error. */
+bool begin_layer(Loader *load, const Layer *l);
+typedef struct {      /* how a file holds the experts of a layer, which are a module like mlp.experts */
+    const char *mark; /* MODULE MARK is a tensor that only this layout has */
+    /* gate and up, each (n_experts, width, dim), and down (n_experts, dim, width) */
+    void (*bind)(Loader *load, Layer *l, const char *module, int width, bool bias);
+} ExpertLayout;
+extern const ExpertLayout experts_in_turn;  /* gpt-oss's: MXFP4, gate and up of all experts in one tensor, row by row */
+extern const ExpertLayout *const layouts[]; /* extensions.c */
+/* Binds them in the layout whose mark is there, or as `usual`. */
+void bind_experts(Loader *load, Layer *l, const char *module, const ExpertLayout *usual, int width, bool bias);
 
 typedef struct {                                 /* matrices that are not plain rows */
     void (*open)(Loader *load, const char *dir); /* reads and checks quantization_config */

@@ -36,18 +36,7 @@ const Backend *const backend = &BACKEND;
 
 enum { MOST_CONFIG = 1 << 20, MOST_TEXT = 256 << 20, MOST_INDEX = 64 << 20, MOST_HEADER = 100000000 };
 
-/* ---- config and families ---- */
-
-/* clang-format off */
-const Family gpt_oss[] = {
-    {"gpt_oss", JSON({"attention_bias": true, "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128,
-                      "sliding_window_pattern": 2, "norm_topk_prob": true, "rope_theta": 150000,
-                      "default_rope": {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 4096,
-                                       "truncate": false}}),
-     "norm_topk_prob, sliding_window_pattern", SWIGLU_CLAMPED, .sinks = true,
-     .moe = EXPERTS("mlp.router", "num_local_experts", "intermediate_size", .biases = true)},
-    {0}};
-/* clang-format on */
+/* ---- config.json ---- */
 
 void config_bad(Loader *load, const cJSON *object, const char *key, const char *expected) {
     const cJSON *value = cJSON_GetObjectItemCaseSensitive(object, key);
@@ -55,7 +44,6 @@ void config_bad(Loader *load, const cJSON *object, const char *key, const char *
     bad_file(load, load->path, "%s should be %s and is %.80s", key, expected, found ? found : "missing");
 }
 
-/* The value of a key; NULL: it is missing or null. A value of another cJSON type is an error. */
 const cJSON *config_typed(Loader *load, const cJSON *object, const char *key, int type, const char *expected) {
     const cJSON *value = json_get(object, key);
     if (!value || value->type & type) return value;
@@ -67,11 +55,11 @@ const char *config_text(Loader *load, const cJSON *object, const char *key) {
     return cJSON_GetStringValue(config_typed(load, object, key, cJSON_String, "a text"));
 }
 
-bool config_true(Loader *load, const char *key) {
-    return cJSON_IsTrue(config_typed(load, load->config, key, cJSON_True | cJSON_False, "true or false"));
+bool config_true(Loader *load, const char *key, bool absent) {
+    const cJSON *value = config_typed(load, load->config, key, cJSON_True | cJSON_False, "true or false");
+    return cJSON_GetObjectItemCaseSensitive(load->config, key) ? cJSON_IsTrue(value) : absent;
 }
 
-/* A number in [least, most]. A missing key has the value `absent`; if that is out of range, the key is required. */
 double config_number(Loader *load, const cJSON *object, const char *key, double least, double most, double absent) {
     const cJSON *value = json_get(object, key);
     double x = !value ? absent : cJSON_IsNumber(value) ? value->valuedouble : NAN;
@@ -87,119 +75,142 @@ int config_whole(Loader *load, const char *key, int least, int most, int absent)
     return (int)x;
 }
 
-/* Refuses every value of a key but this one. The key may be missing. */
+int config_optional(Loader *load, const char *key, int least, int most, int absent) {
+    if (json_get(load->config, key)) return config_whole(load, key, least, most, REQUIRED);
+    return cJSON_GetObjectItemCaseSensitive(load->config, key) ? 0 : absent;
+}
+
+void config_only_text(Loader *load, const cJSON *object, const char *key, const char *text) {
+    LocalText expected = text_print("\"%s\"", text);
+    if (config_text(load, object, key) && !json_is(object, key, text)) config_bad(load, object, key, expected);
+}
+
 void config_only(Loader *load, const cJSON *object, const char *key, double value) {
     LocalText expected = text_print("%.10g", value);
     if ((float)config_number(load, object, key, -1e9, 1e9, value) != (float)value)
         config_bad(load, object, key, expected);
 }
 
-/* Zeroed memory that is freed with the checkpoint. */
 void *keep(Checkpoint *c, size_t count, size_t bytes) {
     c->owned = reallocate(c->owned, (size_t)(c->owned_n + 1) * sizeof *c->owned);
     return c->owned[c->owned_n++] = allocate_zero(count, bytes);
 }
 
-static double yarn_scale(double factor, double mscale) { return factor > 1 ? 0.1 * mscale * log(factor) + 1 : 1; }
+void read_sizes(Loader *load, Model *m, Sizes absent) {
+    m->n_layers = config_whole(load, "num_hidden_layers", 1, 1024, absent.layers);
+    m->dim = config_whole(load, "hidden_size", 1, 1 << 17, absent.dim);
+    m->vocab = config_whole(load, "vocab_size", 1, 1 << 22, absent.vocab);
+    m->context = config_whole(load, "max_position_embeddings", 1, 1 << 24, absent.context);
+    m->n_heads = config_whole(load, "num_attention_heads", 1, 4096, absent.heads);
+    m->eps = (float)config_number(load, load->config, "rms_norm_eps", 1e-30, 0.5, absent.eps);
+    m->layer = keep(load->c, (size_t)m->n_layers, sizeof *m->layer);
+    /* formulas that no family here has would silently give wrong logits */
+    config_only(load, load->config, "partial_rotary_factor", 1);
+    if (config_true(load, "use_bidirectional_attention", false) || cJSON_IsFalse(json_get(load->config, "is_causal")))
+        bad_file(load, load->path, "%s", "use_bidirectional_attention should be false, and is_causal true");
+}
 
-/* Do layers with a window have a RoPE of their own? */
-static bool two_ropes(const Loader *load) { return json_get(load->defaults, "rope_local_base_freq"); }
+void read_heads(Loader *load, Model *m, int kv_heads, int size) {
+    kv_heads = config_optional(load, "num_key_value_heads", 1, 4096, kv_heads);
+    size = config_optional(load, "head_dim", 2, 1024, size);
+    if (!size) size = config_whole(load, "head_dim", 2, 1024, m->dim / m->n_heads);
+    m->n_kv_heads = kv_heads ? kv_heads : m->n_heads;
+    m->head_dim = m->v_dim = m->rope_dim = size;
+    m->attn_scale = (float)(1 / sqrt(size));
+    if (m->n_heads % m->n_kv_heads)
+        config_bad(load, load->config, "num_key_value_heads", "a divisor of num_attention_heads");
+    if (size % 2) config_bad(load, load->config, "head_dim", "even (RoPE turns pairs)");
+}
 
-/* config.json's RoPE parameters for layers with a window, or for those without; NULL: it has none. rope_scaling is
- * their older name, added to enlarge the context: a file with both must say the same in both. */
-static const cJSON *find_rope(Loader *load, bool window) {
+const cJSON *find_rope(Loader *load) {
     const cJSON *rope = config_typed(load, load->config, "rope_parameters", cJSON_Object, "an object");
     const cJSON *older = config_typed(load, load->config, "rope_scaling", cJSON_Object, "an object");
-    const cJSON *full = config_typed(load, rope, "full_attention", cJSON_Object, "an object");
-    if (json_get(rope, "sliding_attention") && !full) config_bad(load, rope, "full_attention", "an object");
     if (rope && older && !cJSON_Compare(rope, older, true))
         config_bad(load, load->config, "rope_scaling", "as rope_parameters, or left out,");
-    if (full && !two_ropes(load)) config_bad(load, load->config, "rope_parameters", "one for all layers");
-    if (full) return window ? json_get(rope, "sliding_attention") : full;
-    if (window) return NULL; /* their only parameter is rope_local_base_freq */
-    return rope ? rope : older ? older : json_get(load->defaults, "default_rope");
+    return rope ? rope : older;
 }
 
-/* RoPE's angles per position, theta^(-2i/d) (Su et al., "RoFormer", 2021), with the scaling that config.json names. A
- * file may have a tensor of divisors. */
-static void read_rope(Loader *load, Model *m, bool window, Rope *out) {
-    const cJSON *rope = find_rope(load, window);
-    config_only(load, rope, "partial_rotary_factor", 1);
+const char *rope_type(Loader *load, const cJSON *rope) {
     const char *older = config_text(load, rope, "type"), *type = config_text(load, rope, "rope_type");
-    if (!type) type = older ? older : "default";
-    bool yarn = !strcmp(type, "yarn"), llama3 = !strcmp(type, "llama3"), scaled = strcmp(type, "default");
-    if (scaled && !yarn && !llama3 && strcmp(type, "linear"))
-        bad_file(load, load->path, "rope type '%.40s' is none of default, linear, llama3 and yarn", type);
-    double original = 0, factor = 1, low = 0, high = 1, scale = 1, d = m->rope_dim;
-    double theta = config_number(load, load->config, window ? "rope_local_base_freq" : "rope_theta", 1e-6, 1e12, 10000);
-    theta = config_number(load, rope, "rope_theta", 1e-6, 1e12, theta);
-    const char *old = "original_max_position_embeddings"; /* one beside the object wins over one in it */
-    const cJSON *holds = json_get(load->config, old) && !two_ropes(load) ? load->config : rope;
-    if (yarn || llama3) original = config_number(load, holds, old, 1, 1e9, m->context);
-    bool implied = yarn && cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(rope, "factor"));
-    if (scaled) factor = config_number(load, rope, "factor", 1e-6, 1e6, implied ? m->context / original : REQUIRED);
-    /* rope_scaling is added to a file whose max_position_embeddings stays as it is */
-    if (yarn && json_get(holds, old)) m->context = (int)fmin(fmax(m->context, original * factor), 1 << 24);
-    if (llama3) { /* Llama 3.1: divides low frequencies by the factor, keeps high ones, and blends in between */
-        low = config_number(load, rope, "low_freq_factor", 1e-6, 1e6, REQUIRED);
-        high = config_number(load, rope, "high_freq_factor", low + 1e-6, 1e7, REQUIRED);
-    }
-    double all = config_number(load, rope, "mscale_all_dim", 0, 1e6, 0), both = yarn_scale(factor, all);
-    if (load->family->latent) m->attn_scale = (float)((double)m->attn_scale * both * both); /* q . k, not q and k */
-    if (yarn) { /* Peng et al., 2023, section 3.2: the same, with the blend over dimensions */
-        double fast = config_number(load, rope, "beta_fast", 1e-6, 1e6, 32); /* rotations in the original context */
-        double slow = config_number(load, rope, "beta_slow", 1e-6, 1e6, 1);
-        double mscale = config_number(load, rope, "mscale", 0, 1e6, 0);
-        scale = mscale > 0 && all > 0 ? yarn_scale(factor, mscale) / both : yarn_scale(factor, 1);
-        scale = config_number(load, rope, "attention_factor", 1e-6, 1e6, scale);
-        scale *= config_number(load, rope, "attn_factor", 1e-6, 1e6, 1); /* vLLM's; transformers ignores it */
-        low = fmax(d * log(original / (fast * 2 * M_PI)) / (2 * log(theta)), 0);
-        high = d * log(original / (slow * 2 * M_PI)) / (2 * log(theta));
-        config_typed(load, rope, "truncate", cJSON_True | cJSON_False, "true or false");
-        const cJSON *truncate = cJSON_GetObjectItemCaseSensitive(rope, "truncate"); /* null is false */
-        if (!truncate || cJSON_IsTrue(truncate)) low = floor(low), high = ceil(high);
-        high = fmin(high, d - 1);
-        if (low == high) high += 0.001;
-    }
-    const float *divisor = NULL;
-    if (tensors_find(&load->c->tensors, "rope_freqs.weight"))
-        divisor = bind_floats(load, "rope_freqs", ".weight", m->rope_dim / 2);
-    float *inv_freq = keep(load->c, (size_t)m->rope_dim / 2, sizeof *inv_freq);
-    *out = (Rope){.inv_freq = inv_freq, .scale = (float)scale};
-    for (int i = 0; i < m->rope_dim / 2; i++) {
-        double f = pow(theta, -2.0 * i / d), share = scaled ? 0 : 1; /* the part of f that is not scaled */
-        if (yarn) share = 1 - fmin(fmax((i - low) / (high - low), 0), 1);
-        if (llama3) share = fmin(fmax((original * f / (2 * M_PI) - low) / (high - low), 0), 1);
-        inv_freq[i] = (float)((f * share + f / factor * (1 - share)) / (divisor ? (double)divisor[i] : 1));
-        if (!isfinite(inv_freq[i])) config_bad(load, rope, "rope_theta", "such that its angles are numbers");
-    }
+    return type ? type : older ? older : "default";
 }
 
-/* Which layers have a window: those that layer_types names. Without it: all from max_window_layers on, except every
- * sliding_window_pattern-th. If use_sliding_window is false, no layer has a window. A family's defaults decide
- * which of these keys count. Without the first two, layer_types must agree with sliding_window. */
-static void read_windows(Loader *load, Model *m) {
-    const cJSON *defaults = load->defaults;
+double rope_theta(Loader *load, const cJSON *rope, double absent) {
+    config_only(load, rope, "partial_rotary_factor", 1);
+    if (json_get(rope, "full_attention")) config_bad(load, load->config, "rope_parameters", "one for all layers");
+    return config_number(load, rope, "rope_theta", 1e-6, 1e12, absent);
+}
+
+double original_context(Loader *load, const Model *m, const cJSON *rope, bool *given) {
+    const char *key = "original_max_position_embeddings"; /* one beside the object wins over one in it */
+    const cJSON *holds = json_get(load->config, key) ? load->config : rope;
+    *given = json_get(holds, key);
+    return config_number(load, holds, key, 1, 1e9, m->context);
+}
+
+Rope make_rope(Loader *load, const Model *m, double theta, double factor, const double *share, double scale) {
+    float *inv_freq = keep(load->c, (size_t)m->rope_dim / 2, sizeof *inv_freq);
+    for (int i = 0; i < m->rope_dim / 2; i++) {
+        const double f = pow(theta, -2.0 * i / m->rope_dim), kept = share ? share[i] : 0;
+        inv_freq[i] = (float)(f * kept + f / factor * (1 - kept));
+        if (!isfinite(inv_freq[i])) config_bad(load, load->config, "rope_theta", "such that its angles are numbers");
+    }
+    return (Rope){.inv_freq = inv_freq, .scale = (float)scale};
+}
+
+double yarn_scale(double factor, double mscale) { return factor > 1 ? 0.1 * mscale * log(factor) + 1 : 1; }
+
+/* YaRN (Peng et al., 2023, section 3.2): low frequencies are divided by the factor, high ones stay, with a blend over
+ * the dimensions in between. */
+static Rope yarn(Loader *load, const Model *m, const cJSON *rope, double theta, double factor, double original,
+                 bool truncate) {
+    const double d = m->rope_dim, all = config_number(load, rope, "mscale_all_dim", 0, 1e6, 0);
+    const double mscale = config_number(load, rope, "mscale", 0, 1e6, 0);
+    const double fast = config_number(load, rope, "beta_fast", 1e-6, 1e6, 32); /* rotations in the original context */
+    const double slow = config_number(load, rope, "beta_slow", 1e-6, 1e6, 1);
+    double low = fmax(d * log(original / (fast * 2 * M_PI)) / (2 * log(theta)), 0);
+    double high = d * log(original / (slow * 2 * M_PI)) / (2 * log(theta));
+    double scale = yarn_scale(factor, 1), *share = keep(load->c, (size_t)m->rope_dim / 2, sizeof *share);
+    if (mscale > 0 && all > 0) scale = yarn_scale(factor, mscale) / yarn_scale(factor, all);
+    scale = config_number(load, rope, "attention_factor", 1e-6, 1e6, scale);
+    scale *= config_number(load, rope, "attn_factor", 1e-6, 1e6, 1); /* vLLM's; transformers ignores it */
+    config_typed(load, rope, "truncate", cJSON_True | cJSON_False, "true or false");
+    const cJSON *given = cJSON_GetObjectItemCaseSensitive(rope, "truncate"); /* null is false */
+    if (given ? cJSON_IsTrue(given) : truncate) low = floor(low), high = ceil(high);
+    high = fmin(high, d - 1);
+    if (low == high) high += 0.001;
+    for (int i = 0; i < m->rope_dim / 2; i++) share[i] = 1 - fmin(fmax((i - low) / (high - low), 0), 1);
+    return make_rope(load, m, theta, factor, share, scale);
+}
+
+Rope read_rope(Loader *load, Model *m, const cJSON *rope, double theta) {
+    const char *type = rope_type(load, rope);
+    const bool scaled = strcmp(type, "default"), is_yarn = !strcmp(type, "yarn");
+    bool given = false;
+    theta = rope_theta(load, rope, theta);
+    if (scaled && !is_yarn && strcmp(type, "linear"))
+        bad_file(load, load->path, "rope type '%.40s' is none of default, linear and yarn", type);
+    const double original = is_yarn ? original_context(load, m, rope, &given) : 0;
+    const bool implied = is_yarn && cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(rope, "factor"));
+    const double usual = !scaled ? 1 : implied ? m->context / original : REQUIRED;
+    const double factor = scaled ? config_number(load, rope, "factor", 1e-6, 1e6, usual) : 1;
+    if (!is_yarn) return make_rope(load, m, theta, factor, NULL, 1);
+    /* rope_scaling is added to a file whose max_position_embeddings stays as it is */
+    if (given) m->context = (int)fmin(fmax(m->context, original * factor), 1 << 24);
+    return yarn(load, m, rope, theta, factor, original, true);
+}
+
+void read_layer_type(Loader *load, Model *m, int i, const char *known, bool sliding, int window) {
     const cJSON *list = config_typed(load, load->config, "layer_types", cJSON_Array, "an array");
-    bool any = cJSON_GetObjectItemCaseSensitive(defaults, "sliding_window"); /* its default may be null */
-    bool first = json_get(defaults, "max_window_layers"), pattern = json_get(defaults, "sliding_window_pattern");
-    bool used = config_true(load, "use_sliding_window") || !json_get(defaults, "use_sliding_window");
-    int from = first ? config_whole(load, "max_window_layers", 0, INT32_MAX, REQUIRED) : 0, window = 0;
-    int every = pattern ? config_whole(load, "sliding_window_pattern", 1, INT32_MAX, REQUIRED) : INT32_MAX;
+    const char *type = cJSON_GetStringValue(cJSON_GetArrayItem(list, i));
     if (list && cJSON_GetArraySize(list) != m->n_layers)
         bad_file(load, load->path, "layer_types should be an array of %d, one a layer", m->n_layers);
-    if (any && used && json_get(load->config, "sliding_window"))
-        window = config_whole(load, "sliding_window", 1, INT32_MAX, REQUIRED);
-    for (int i = 0; i < m->n_layers && !failed(load); i++) {
-        const char *type = cJSON_GetStringValue(cJSON_GetArrayItem(list, i));
-        bool sliding = any && i >= from && (i + 1) % every != 0, full = type && !strcmp(type, "full_attention");
-        if (list) sliding = type && !strcmp(type, "sliding_attention");
-        if (list && ((!sliding && !full) || (!first && !pattern && sliding != (window > 0))))
-            bad_file(load, load->path, "layer_types[%d] is '%.40s', which is not implemented for %s", i,
-                     type ? type : "(no text)", load->family->model_type);
-        m->layer[i].window = sliding ? window : 0;
-        m->layer[i].rope = m->rope + sliding;
-    }
+    else if (list && !(type && text_listed(known, type)))
+        bad_file(load, load->path, "layer_types[%d] is '%.40s', which is not implemented for %s", i,
+                 type ? type : "(no text)", load->family->model_type);
+    if (type) sliding = !strcmp(type, "sliding_attention");
+    m->layer[i].window = sliding ? window : 0;
+    m->layer[i].rope = m->rope + sliding;
 }
 
 static void read_stop(Loader *load, const cJSON *config, const char *path) {
@@ -211,87 +222,6 @@ static void read_stop(Loader *load, const cJSON *config, const char *path) {
             bad_file(load, path, "eos_token_id should lie in the vocabulary, 0 to %d", (int)last);
         ids_add(&load->c->stop, (int)id);
     }
-}
-
-/* The number of experts, and how the router chooses among them. */
-static void read_experts(Loader *load, Model *m) {
-    const Family *f = load->family;
-    const cJSON *config = load->config;
-    m->n_experts = m->top_k = 1;
-    m->route = (Route){.scale = 1, .groups = 1, .top_groups = 1, .group_best = 1};
-    if (!f->moe.router) return;
-    const char *count = json_get(config, f->moe.count) ? f->moe.count : "num_local_experts"; /* its newer name */
-    Route *r = &m->route;
-    m->n_experts = config_whole(load, count, 1, 1024, REQUIRED);
-    m->top_k = config_whole(load, "num_experts_per_tok", 1, m->n_experts, REQUIRED);
-    r->normalise = config_true(load, "norm_topk_prob");
-    if (!f->latent) return;
-    bool bias = json_is(config, "topk_method", "noaux_tc"), greedy = json_is(config, "topk_method", "greedy");
-    r->sigmoid = json_is(load->defaults, "scoring_func", "sigmoid");
-    r->scale = (float)config_number(load, config, "routed_scaling_factor", 1e-6, 1e6, 1);
-    if (!json_is(config, "scoring_func", r->sigmoid ? "sigmoid" : "softmax"))
-        config_bad(load, config, "scoring_func", "\"softmax\" in deepseek_v2 and \"sigmoid\" in deepseek_v3,");
-    if (!bias && !greedy && !json_is(config, "topk_method", "group_limited_greedy"))
-        config_bad(load, config, "topk_method", "\"greedy\", \"group_limited_greedy\" or \"noaux_tc\"");
-    if (r->normalise && !bias) config_bad(load, config, "norm_topk_prob", "false with such a topk_method");
-    if (greedy) return;
-    r->groups = config_whole(load, "n_group", 1, m->n_experts, REQUIRED);
-    r->top_groups = config_whole(load, "topk_group", 1, r->groups, REQUIRED);
-    r->group_best = bias ? 2 : 1;
-    int each = m->n_experts / r->groups;
-    if (each * r->groups != m->n_experts || each < r->group_best || m->top_k > r->top_groups * each)
-        config_bad(load, config, "n_group", "such that topk_group equal groups hold num_experts_per_tok experts");
-}
-
-static void read_heads(Loader *load, Model *m) {
-    const cJSON *config = load->config;
-    const Family *f = load->family;
-    m->n_heads = config_whole(load, "num_attention_heads", 1, 4096, REQUIRED);
-    if (f->latent) {
-        m->n_kv_heads = 1;
-        m->kv_rank = config_whole(load, "kv_lora_rank", 1, 8192, REQUIRED);
-        m->v_dim = config_whole(load, "v_head_dim", 1, 1024, REQUIRED);
-        m->rope_dim = config_whole(load, "qk_rope_head_dim", 2, 1024, REQUIRED);
-        m->head_dim = m->rope_dim + config_whole(load, "qk_nope_head_dim", 1, 1024, REQUIRED);
-        config_only(load, config, "rms_norm_eps", 1e-6); /* latent norms always have it, and eps is one for all */
-    } else {
-        m->n_kv_heads = config_whole(load, "num_key_value_heads", 1, 4096, m->n_heads);
-        m->head_dim = config_whole(load, "head_dim", 2, 1024, m->dim / m->n_heads);
-        m->v_dim = m->rope_dim = m->head_dim;
-    }
-    m->neighbours = config_true(load, "rope_interleave") && (f->latent || load->container->neighbours);
-    if (m->n_heads % m->n_kv_heads) config_bad(load, config, "num_key_value_heads", "a divisor of num_attention_heads");
-    if (m->rope_dim % 2)
-        config_bad(load, config, f->latent ? "qk_rope_head_dim" : "head_dim", "even (RoPE turns pairs)");
-    double scale = f->gemma ? config_number(load, config, "query_pre_attn_scalar", 1, 1e6, REQUIRED) : m->head_dim;
-    m->attn_scale = (float)(1 / sqrt(scale));
-}
-
-static void read_sizes(Loader *load, Model *m) {
-    const cJSON *config = load->config;
-    const Family *f = load->family;
-    m->n_layers = config_whole(load, "num_hidden_layers", 1, 1024, REQUIRED);
-    m->dim = config_whole(load, "hidden_size", 1, 1 << 17, REQUIRED);
-    m->vocab = config_whole(load, "vocab_size", 1, 1 << 22, REQUIRED);
-    m->context = config_whole(load, "max_position_embeddings", 1, 1 << 24, REQUIRED);
-    m->eps = (float)config_number(load, config, "rms_norm_eps", 1e-30, 0.5, REQUIRED);
-    read_heads(load, m);
-    read_experts(load, m);
-    m->act = f->act;
-    if (m->act == SWIGLU_CLAMPED) m->act_limit = (float)config_number(load, config, "swiglu_limit", 1e-6, 1e6, 7);
-    m->embed_scale = f->gemma ? sqrtf((float)m->dim) : 1;
-    m->attn_cap = f->gemma ? (float)config_number(load, config, "attn_logit_softcapping", 0, 1e6, 0) : 0;
-    m->logit_cap = f->gemma ? (float)config_number(load, config, "final_logit_softcapping", 0, 1e6, 0) : 0;
-    const char *key = m->act == GEGLU ? "hidden_activation" : "hidden_act";
-    if (config_text(load, config, key) && !json_is(config, key, m->act == GEGLU ? "gelu_pytorch_tanh" : "silu"))
-        config_bad(load, config, key, m->act == GEGLU ? "\"gelu_pytorch_tanh\"" : "\"silu\"");
-    m->layer = keep(load->c, (size_t)m->n_layers, sizeof *m->layer);
-    /* formulas that no family here has would silently give wrong logits */
-    config_only(load, config, "partial_rotary_factor", 1);
-    config_only(load, config, "swiglu_alpha", 1.702);
-    config_only(load, config, "moe_layer_freq", 1);
-    if (config_true(load, "use_bidirectional_attention") || cJSON_IsFalse(json_get(config, "is_causal")))
-        bad_file(load, load->path, "%s", "use_bidirectional_attention should be false, and is_causal true");
 }
 
 cJSON *model_json(Loader *load, const char *dir, const char *name) {
@@ -312,36 +242,19 @@ static const Family *find_family(Loader *load, const char *model_type) {
 }
 
 static void read_config(Loader *load, Model *m, const char *dir) {
-    Rope *rope = keep(load->c, 2, sizeof *rope);
     const Family *f = load->family = find_family(load, config_text(load, load->file, "model_type"));
-    const cJSON *one;
-    m->rope = rope;
-    load->config = load->file;
-    if (f && f->nested) {
-        load->config = cJSON_GetObjectItemCaseSensitive(load->file, "text_config");
-        if (!cJSON_IsObject(load->config)) config_bad(load, load->file, "text_config", "an object");
-        if (json_get(load->config, "model_type") && !json_is(load->config, "model_type", f->nested))
-            config_bad(load, load->config, "model_type", f->nested); /* Ministral 3 has other formulas */
-        load->family = find_family(load, f->nested);
-    }
     if (failed(load)) return;
     load->c->family = f->model_type;
-    load->defaults = cJSON_Parse(load->family->defaults ? load->family->defaults : "{}");
-    cJSON_ArrayForEach(one, load->defaults) {
-        bool fixed = load->family->fixed && text_listed(load->family->fixed, one->string);
-        if (fixed) cJSON_DeleteItemFromObjectCaseSensitive(load->config, one->string);
-        if (!cJSON_GetObjectItemCaseSensitive(load->config, one->string))
-            cJSON_AddItemToObject(load->config, one->string, cJSON_Duplicate(one, true));
-    }
-    read_sizes(load, m);
+    load->config = load->file;
+    m->rope = load->rope = keep(load->c, 2, sizeof *load->rope);
+    m->embed_scale = 1;
+    m->n_experts = m->top_k = 1;
+    m->route = (Route){.scale = 1, .groups = 1, .top_groups = 1, .group_best = 1};
+    f->read(load, m);
     for (int i = 0; packings[i]; i++) packings[i]->open(load, dir);
     const cJSON *quantization = config_typed(load, load->file, "quantization_config", cJSON_Object, "an object");
     if (!packings[0] && quantization && !json_is(quantization, "quant_method", "mxfp4"))
         config_bad(load, quantization, "quant_method", "\"mxfp4\" in this build");
-    read_rope(load, m, false, rope);
-    rope[1] = rope[0];
-    if (two_ropes(load)) read_rope(load, m, true, rope + 1);
-    read_windows(load, m);
     read_stop(load, load->file, load->path);
     LocalText path = path_join(dir, "generation_config.json");
     LocalJson generation = failed(load) ? NULL : model_json(load, dir, "generation_config.json");
@@ -640,8 +553,7 @@ Tensor *bind_tensor(Loader *load, const char *name, const char *suffix, Type typ
     return t;
 }
 
-/* The n elements of a tensor as floats. Adds the 1 that some families' files subtract from norms. Made up norms are 1
- * and made up biases 0. */
+/* The n elements of a tensor as floats. Made up norms are 1 and made up biases 0. */
 static const float *floats(Loader *load, const Tensor *t, size_t n) {
     const Type type = type_of(t);
     const bool norm = strstr(t->name, "norm");
@@ -649,7 +561,7 @@ static const float *floats(Loader *load, const Tensor *t, size_t n) {
     float *out = keep(load->c, n, sizeof *out);
     for (size_t i = 0; i < n; i++) {
         if (t->data) out[i] = code_at(type, t->data, 0, 0, i);
-        if (norm && (!t->data || (load->family->gemma && !load->container->whole_norms))) out[i] += 1;
+        if (norm && !t->data) out[i] += 1;
     }
     return out;
 }
@@ -705,162 +617,55 @@ Linear bind_linear(Loader *load, const char *name, int rows, int cols, int bias)
     return w;
 }
 
-/* Binds n matrices, one per expert or head. Each is a module of its own, MODULE.0 MATRIX and so on. */
-static Linear bind_each(Loader *load, const char *module, const char *matrix, int n, int rows, int cols, int bias) {
+/* A matrix (rows, cols) of each expert, in the tensors NAME_blocks, _scales and _bias: rows first, first + step, ... of
+ * the `pitch` rows that they have for each. */
+static Linear bind_mxfp4(Loader *load, const char *name, int pitch, int first, int step, int rows, int cols) {
+    const int n = load->c->model.n_experts, blocks = divided(cols, 32), all = n * pitch;
     Stored *each = keep(load->c, (size_t)n, sizeof *each);
-    Linear all = {0};
-    for (int i = 0; i < n && !failed(load); i++) {
-        LocalText name = text_print("%s.%d%s", module, i, matrix);
-        Linear one = bind_linear(load, name, rows, cols, bias);
-        if (!i) all = one;
-        if (one.type != all.type || one.scale.type != all.scale.type || one.scale.rows != all.scale.rows ||
-            one.scale.cols != all.scale.cols || one.zero.rows != all.zero.rows || !one.each->bias != !all.each->bias)
-            bad_file(load, load->path, "%s%s is %s, that of number 0 %s, or its scales differ", load->prefix, name,
-                     types[one.type].name, types[all.type].name);
-        each[i] = *one.each;
-    }
-    all.n = n, all.each = each;
-    return all;
-}
-
-/* Binds all experts' MXFP4 matrices (rows, cols), which are the tensors NAME_blocks, _scales and _bias, as one matrix
- * of all their rows. */
-static Linear bind_fused(Loader *load, const char *name, int rows, int cols) {
-    const int n = load->c->model.n_experts, blocks = divided(cols, 32), all = n * rows;
-    Stored *one = keep(load->c, 1, sizeof *one);
-    const Linear w = {MXFP4, all, cols, 1, .scale = {E8M0, 1, 32, false}, .each = one};
     if (cols % 32) bad_file(load, load->path, "%s has rows of %d, not whole blocks of 32 as MXFP4 wants", name, cols);
-    Tensor *codes = bind_tensor(load, name, "_blocks", MXFP4, 4, (int64_t[]){n, rows, blocks, 16});
-    Tensor *scales = bind_tensor(load, name, "_scales", E8M0, 3, (int64_t[]){n, rows, blocks});
-    const Tensor *biases = bind_tensor(load, name, "_bias", NO_TYPE, 2, (int64_t[]){n, rows});
+    Tensor *codes = bind_tensor(load, name, "_blocks", MXFP4, 4, (int64_t[]){n, pitch, blocks, 16});
+    Tensor *scales = bind_tensor(load, name, "_scales", E8M0, 3, (int64_t[]){n, pitch, blocks});
+    const Tensor *biases = bind_tensor(load, name, "_bias", NO_TYPE, 2, (int64_t[]){n, pitch});
+    const View code_rows = tensor_view(load, codes, all), scale_rows = tensor_view(load, scales, all);
+    const float *bias_of = failed(load) ? NULL : floats(load, biases, (size_t)all);
+    float *bias = bias_of ? keep(load->c, (size_t)n * (size_t)rows, sizeof *bias) : NULL;
     belongs(codes, MXFP4, (int64_t)all * cols);
     belongs(scales, MXFP4, 0);
-    one->data = tensor_view(load, codes, all), one->scale = tensor_view(load, scales, all), one->factor = 1;
-    if (!failed(load)) one->bias = floats(load, biases, (size_t)all);
-    return w;
-}
-
-/* Rows first, first + step, ... of w's codes or of one of its grids, whose view is v. */
-static View rows_of(Loader *load, View v, const Linear *w, Grid g, int first, int step, int rows) {
-    if (!g.rows || g.rows == w->rows) return v; /* the same for all rows */
-    for (int i = 0; packings[i]; i++)
-        if (packings[i]->cut(load, &v, w, g, first, step, rows)) return v;
-    return lines_of(v, (size_t)(first / g.rows), (size_t)step, rows / g.rows);
-}
-
-/* A part of w for each head or expert. They have `pitch` rows each; the part has `rows` of them: first, first + step,
- * ... */
-static Linear cut(Loader *load, const Linear *w, int first, int step, int rows, int pitch) {
-    Linear part = *w;
-    part.n = w->rows / pitch, part.rows = rows;
-    Stored *each = keep(load->c, (size_t)part.n, sizeof *each);
-    float *bias = w->each->bias ? keep(load->c, (size_t)part.n * (size_t)rows, sizeof *bias) : NULL;
-    part.each = each;
-    for (int i = 0; i < part.n; i++, first += pitch) {
-        each[i] = *w->each;
-        each[i].data = rows_of(load, each[i].data, w, (Grid){w->type, 1, 1, false}, first, step, rows);
-        each[i].scale = rows_of(load, each[i].scale, w, w->scale, first, step, rows);
-        each[i].zero = rows_of(load, each[i].zero, w, w->zero, first, step, rows);
-        if (bias) each[i].bias = bias + (size_t)i * (size_t)rows;
-        for (int r = 0; bias && r < rows; r++) bias[i * rows + r] = w->each->bias[first + r * step];
+    for (int i = 0; bias && i < n; i++) {
+        const size_t begin = (size_t)(i * pitch + first);
+        each[i] = (Stored){lines_of(code_rows, begin, (size_t)step, rows),
+                           lines_of(scale_rows, begin, (size_t)step, rows), .factor = 1, .bias = bias + i * rows};
+        for (int r = 0; r < rows; r++) bias[i * rows + r] = bias_of[begin + (size_t)(r * step)];
     }
-    return part;
+    return (Linear){MXFP4, rows, cols, n, .scale = {E8M0, 1, 32, false}, .each = each};
 }
 
-/* What is absent in a family has no rows here. Latent attention: for each head kv_b_proj holds the rows of k_up, then
- * those of v_up. */
-static void bind_attention(Loader *load, const Model *m, Layer *l) {
-    const Family *f = load->family;
-    const bool o_bias = config_true(load, "attention_bias") && !f->qkv_bias, bias = o_bias || f->qkv_bias;
-    const int q = m->n_heads * m->head_dim, kv = f->latent ? 0 : m->n_kv_heads * m->head_dim;
-    const int rank = m->kv_rank, keys = m->head_dim - m->rope_dim, both = keys + m->v_dim;
-    const int q_rank = f->latent ? config_whole(load, "q_lora_rank", 0, 1 << 16, 0) : 0;
-    const int normed = f->head_norms ? m->head_dim : 0;
-    l->q_a = bind_linear(load, "self_attn.q_a_proj", q_rank, m->dim, bias);
-    l->q_a_norm = bind_floats(load, "self_attn.q_a_layernorm", ".weight", q_rank);
-    l->q = q_rank ? bind_linear(load, "self_attn.q_b_proj", q, q_rank, false)
-                  : bind_linear(load, "self_attn.q_proj", q, m->dim, bias && !f->latent);
-    l->k = bind_linear(load, "self_attn.k_proj", kv, m->dim, bias);
-    l->v = bind_linear(load, "self_attn.v_proj", kv, m->dim, bias);
-    l->kv_a = bind_linear(load, "self_attn.kv_a_proj_with_mqa", rank ? rank + m->rope_dim : 0, m->dim, bias);
-    l->kv_a_norm = bind_floats(load, "self_attn.kv_a_layernorm", ".weight", rank);
-    if (m->k_up_transposed) {
-        l->k_up = bind_each(load, "self_attn.k_b_proj", "", m->n_heads, rank, keys, NO_BIAS);
-        l->v_up = bind_each(load, "self_attn.v_b_proj", "", m->n_heads, m->v_dim, rank, NO_BIAS);
-    } else if (f->latent) {
-        const Linear kv_b = bind_linear(load, "self_attn.kv_b_proj", m->n_heads * both, rank, NO_BIAS);
-        l->k_up = cut(load, &kv_b, 0, 1, keys, both);
-        l->v_up = cut(load, &kv_b, keys, 1, m->v_dim, both);
-    }
-    l->o = bind_linear(load, "self_attn.o_proj", m->dim, m->n_heads * m->v_dim, o_bias);
-    l->q_norm = bind_floats(load, "self_attn.q_norm", ".weight", normed);
-    l->k_norm = bind_floats(load, "self_attn.k_norm", ".weight", normed);
-    l->sinks = bind_floats(load, "self_attn.sinks", "", f->sinks ? m->n_heads : 0);
+/* Even rows of gate_up_proj are gate's, odd ones up's. There always is a bias. */
+static void bind_in_turn(Loader *load, Layer *l, const char *module, int width, bool bias) {
+    const int dim = load->c->model.dim;
+    LocalText both = text_print("%s.gate_up_proj", module);
+    LocalText down = text_print("%s.down_proj", module);
+    l->gate = bind_mxfp4(load, both, 2 * width, 0, 2, width, dim);
+    l->up = bind_mxfp4(load, both, 2 * width, 1, 2, width, dim);
+    l->down = bind_mxfp4(load, down, dim, 0, 1, dim, width);
 }
+const ExpertLayout experts_in_turn = {".gate_up_proj_blocks", bind_in_turn};
 
-static void bind_experts(Loader *load, const Model *m, Layer *l) {
-    const Family *f = load->family;
-    const int width = config_whole(load, f->moe.width, 1, 1 << 17, REQUIRED);
-    const int shared = f->latent ? width * config_whole(load, "n_shared_experts", 1, 64, REQUIRED) : 0;
-    const bool bias = f->moe.biases, corrected = m->route.group_best == 2; /* topk_method noaux_tc */
-    l->router = bind_linear(load, f->moe.router, m->n_experts, m->dim, bias);
-    l->choice_bias = bind_floats(load, f->moe.router, ".e_score_correction_bias", corrected ? m->n_experts : 0);
-    if (bias && !find_tensor(load, "mlp.experts.0.gate_proj", ".weight")) { /* even rows gate, odd rows up */
-        const Linear both = bind_fused(load, "mlp.experts.gate_up_proj", 2 * width, m->dim);
-        const Linear down = bind_fused(load, "mlp.experts.down_proj", m->dim, width);
-        l->gate = cut(load, &both, 0, 2, width, 2 * width);
-        l->up = cut(load, &both, 1, 2, width, 2 * width);
-        l->down = cut(load, &down, 0, 1, m->dim, m->dim);
-    } else {
-        l->gate = bind_each(load, f->moe.experts, f->moe.gate, m->n_experts, width, m->dim, bias);
-        l->up = bind_each(load, f->moe.experts, f->moe.up, m->n_experts, width, m->dim, bias);
-        l->down = bind_each(load, f->moe.experts, f->moe.down, m->n_experts, m->dim, width, bias);
-    }
-    l->shared_gate = bind_linear(load, "mlp.shared_experts.gate_proj", shared, m->dim, false);
-    l->shared_up = bind_linear(load, "mlp.shared_experts.up_proj", shared, m->dim, false);
-    l->shared_down = bind_linear(load, "mlp.shared_experts.down_proj", shared ? m->dim : 0, shared, false);
-}
-
-static bool has_experts(Loader *load, int layer) {
-    const cJSON *dense = config_typed(load, load->config, "mlp_only_layers", cJSON_Array, "an array"), *one;
-    const char *router = load->family->moe.router;
-    bool experts = router && layer >= config_whole(load, "first_k_dense_replace", 0, INT32_MAX, 0) &&
-                   (layer + 1) % config_whole(load, "decoder_sparse_step", 1, INT32_MAX, 1) == 0;
-    cJSON_ArrayForEach(one, dense) if (cJSON_IsNumber(one) && one->valuedouble == layer) experts = false;
-    return experts;
-}
-
-static void bind_layer(Loader *load, Model *m, int i) {
-    Layer *l = m->layer + i;
-    const bool bias = config_true(load, "mlp_bias"), gemma = load->family->gemma;
-    const char *after = "post_attention_layernorm"; /* of attention's result if norms follow, else of the MLP's input */
-    l->attn_norm = bind_floats(load, "input_layernorm", ".weight", m->dim);
-    l->ffn_norm = bind_floats(load, gemma ? "pre_feedforward_layernorm" : after, ".weight", m->dim);
-    l->attn_post_norm = bind_floats(load, after, ".weight", gemma ? m->dim : 0);
-    l->ffn_post_norm = bind_floats(load, "post_feedforward_layernorm", ".weight", gemma ? m->dim : 0);
-    bind_attention(load, m, l);
-    if (has_experts(load, i)) {
-        bind_experts(load, m, l);
-    } else {
-        int width = config_whole(load, "intermediate_size", 1, 1 << 20, REQUIRED);
-        l->gate = bind_linear(load, "mlp.gate_proj", width, m->dim, bias);
-        l->up = bind_linear(load, "mlp.up_proj", width, m->dim, bias);
-        l->down = bind_linear(load, "mlp.down_proj", m->dim, width, bias);
-    }
-    m->ffn_dim = MAX(m->ffn_dim, MAX(l->gate.rows, l->shared_gate.rows));
+void bind_experts(Loader *load, Layer *l, const char *module, const ExpertLayout *usual, int width, bool bias) {
+    for (int i = 0; layouts[i]; i++)
+        if (find_tensor(load, module, layouts[i]->mark)) usual = layouts[i];
+    usual->bind(load, l, module, width, bias);
 }
 
 /* True for tensors that generating text does not need: scales of activations and of the cache, which both stay bf16,
- * the shapes of packed codes, which config.json gives too, pictures and more. */
+ * the shapes of packed codes, which config.json gives too, and more. */
 static bool left_out(const Loader *load, const char *name) {
     static const char ignored[] = "input_scale weight_shape input_global_scale input_zero_point input_scale_ub k_scale "
                                   "v_scale q_scale kv_scale prob_scale output_scale";
-    const char *dot = strrchr(name, '.'), *layer = strstr(name, "layers.");
-    bool picture = strstr(name, "vision_tower.") || strstr(name, "multi_modal_projector.");
-    bool extra = load->family->latent && layer && strtol(layer + 7, NULL, 10) >= load->c->model.n_layers;
+    const char *dot = strrchr(name, '.');
     return strstr(name, ".rotary_emb.inv_freq") || strstr(name, "activation_scale") ||
            (dot && text_listed(ignored, dot + 1)) || (load->tied && strstr(name, "lm_head.weight")) ||
-           (load->config != load->file && picture) || extra; /* an extra layer predicts a second token */
+           (load->family->left_out && load->family->left_out(load, name));
 }
 
 static bool same_tensor(const Tensor *a, const Tensor *b) {
@@ -868,27 +673,80 @@ static bool same_tensor(const Tensor *a, const Tensor *b) {
            !memcmp(a->data, b->data, a->size); /* the same dtype and shape, so the same size */
 }
 
-static void bind_all(Loader *load, Model *m) {
-    const Tensors *all = &load->c->tensors;
+void bind_ends(Loader *load, Model *m, bool tied) {
     const Tensor *table = find_tensor(load, "model.embed_tokens", ".weight"),
                  *head = find_tensor(load, "lm_head", ".weight");
     /* One matrix, under either name or both. Two that differ are not tied, whatever config.json says. */
-    load->tied = config_true(load, "tie_word_embeddings") && (!head || !table || same_tensor(head, table));
+    load->tied = config_true(load, "tie_word_embeddings", tied) && (!head || !table || same_tensor(head, table));
     bool embed = !load->tied || table || m->made_up;
     if (embed) m->embed = m->head = bind_linear(load, "model.embed_tokens", m->vocab, m->dim, NO_BIAS);
     if (!embed || !load->tied) m->head = bind_linear(load, "lm_head", m->vocab, m->dim, false);
     if (!embed) m->embed = m->head;
     m->norm = bind_floats(load, "model.norm", ".weight", m->dim);
-    m->k_up_transposed = load->family->latent && find_tensor(load, "model.layers.0.self_attn.k_b_proj.0", ".weight");
-    for (int i = 0; i < m->n_layers && !failed(load); i++) {
-        snprintf(load->prefix, sizeof load->prefix, "model.layers.%d.", i);
-        bind_layer(load, m, i);
-    }
+}
+
+bool begin_layer(Loader *load, const Layer *l) {
+    const Model *m = &load->c->model;
+    const int i = (int)(l - m->layer);
+    snprintf(load->prefix, sizeof load->prefix, "model.layers.%d.", i);
+    return i < m->n_layers && !failed(load);
+}
+
+static void bind_all(Loader *load, Model *m) {
+    const Tensors *all = &load->c->tensors;
+    load->family->bind(load, m);
+    for (const Layer *l = m->layer; l < m->layer + m->n_layers; l++)
+        m->ffn_dim = MAX(m->ffn_dim, MAX(l->gate.rows, l->shared_gate.rows));
     for (const Tensor *t = all->tensor; t < all->tensor + all->n; t++) /* an unbound one is of an unknown formula */
         if (!t->bound && !left_out(load, t->name))
             bad_file(load, file_of(load, t), "tensor '%s' has no place in a model of %d layers of the family %s",
                      t->name, m->n_layers, load->family->model_type);
 }
+
+/* ---- gpt-oss ---- */
+
+static void read_gpt_oss(Loader *load, Model *m) {
+    const cJSON *config = load->config, *rope = find_rope(load);
+    read_sizes(load, m, (Sizes){0});
+    read_heads(load, m, 8, 64);
+    double theta = config_number(load, config, "rope_theta", 1e-6, 1e12, 150000);
+    if (!rope) m->context = MAX(m->context, 32 * 4096);
+    load->rope[0] = rope ? read_rope(load, m, rope, theta) : yarn(load, m, NULL, theta, 32, 4096, false);
+    load->rope[1] = load->rope[0];
+    int window = config_optional(load, "sliding_window", 1, INT32_MAX, 128);
+    for (int i = 0; i < m->n_layers; i++) /* even layers see the window, odd ones all */
+        read_layer_type(load, m, i, "full_attention sliding_attention", i % 2 == 0, window);
+    m->n_experts = config_whole(load, "num_local_experts", 1, 1024, REQUIRED);
+    m->top_k = config_whole(load, "num_experts_per_tok", 1, m->n_experts, REQUIRED);
+    m->route.normalise = true; /* the softmax over the chosen logits */
+    m->act = SWIGLU_CLAMPED;
+    m->act_limit = (float)config_number(load, config, "swiglu_limit", 1e-6, 1e6, 7);
+    config_only(load, config, "swiglu_alpha", 1.702);
+    config_only_text(load, config, "hidden_act", "silu");
+    config_true(load, "mlp_bias", true); /* whatever it says, experts have biases */
+}
+
+static void bind_gpt_oss(Loader *load, Model *m) {
+    const int q = m->n_heads * m->head_dim, kv = m->n_kv_heads * m->head_dim;
+    const int width = config_whole(load, "intermediate_size", 1, 1 << 17, REQUIRED);
+    const bool bias = config_true(load, "attention_bias", true);
+    bind_ends(load, m, false);
+    for (Layer *l = m->layer; begin_layer(load, l); l++) {
+        l->attn_norm = bind_floats(load, "input_layernorm", ".weight", m->dim);
+        l->q = bind_linear(load, "self_attn.q_proj", q, m->dim, bias);
+        l->k = bind_linear(load, "self_attn.k_proj", kv, m->dim, bias);
+        l->v = bind_linear(load, "self_attn.v_proj", kv, m->dim, bias);
+        l->sinks = bind_floats(load, "self_attn.sinks", "", m->n_heads);
+        l->o = bind_linear(load, "self_attn.o_proj", m->dim, q, bias);
+        l->ffn_norm = bind_floats(load, "post_attention_layernorm", ".weight", m->dim);
+        l->router = bind_linear(load, "mlp.router", m->n_experts, m->dim, true);
+        bind_experts(load, l, "mlp.experts", &experts_in_turn, width, true);
+    }
+}
+
+const Family gpt_oss[] = {{"gpt_oss", read_gpt_oss, bind_gpt_oss, NULL}, {0}};
+
+/* ---- checkpoints ---- */
 
 /* Reads the model's config.json. */
 static bool open_config(Loader *load, const char *path) {
@@ -906,7 +764,6 @@ static bool open_config(Loader *load, const char *path) {
 
 static void close_config(Loader *load) {
     cJSON_Delete(load->file);
-    cJSON_Delete(load->defaults);
     free(load->path);
 }
 

@@ -208,8 +208,9 @@ static Type made_up_type(const Loader *load, const char *name) {
     Error ignored;
     if (!load->encoding) return BF16;
     const Type as = named_type(load->encoding, &ignored);
-    const char *router = load->family->moe.router, *layer = strstr(load->prefix, "layers."), *dot = strrchr(name, '.');
-    if ((router && !strcmp(name, router)) || (!layer && as != NO_TYPE && as < Q8_0)) return BF16;
+    const char *layer = strstr(load->prefix, "layers."), *dot = strrchr(name, '.');
+    if (text_listed("mlp.router mlp.gate block_sparse_moe.gate", name) || (!layer && as != NO_TYPE && as < Q8_0))
+        return BF16;
     if (as != NO_TYPE) return as;
     if (!layer) return load->tied || !strcmp(name, "lm_head") ? Q6_K : Q4_K;
     int i = (int)strtol(layer + 7, NULL, 10), n = load->c->model.n_layers;

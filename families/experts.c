@@ -1,14 +1,123 @@
-/* experts.c: models of the same kind with experts: Mixtral and Qwen3. */
-#include "host.h"
+/* experts.c: models of the same kind with experts, Mixtral and Qwen3; and how files hold experts. */
+#include "families.h"
 
-/* clang-format off */
+#include <string.h>
+
+/* ---- layouts ---- */
+
+Linear bind_each(Loader *load, const char *module, const char *matrix, int n, int rows, int cols, int bias) {
+    Stored *each = keep(load->c, (size_t)n, sizeof *each);
+    Linear all = {0};
+    for (int i = 0; i < n && !failed(load); i++) {
+        LocalText name = text_print("%s.%d%s", module, i, matrix);
+        Linear one = bind_linear(load, name, rows, cols, bias);
+        if (!i) all = one;
+        if (one.type != all.type || one.scale.type != all.scale.type || one.scale.rows != all.scale.rows ||
+            one.scale.cols != all.scale.cols || one.zero.rows != all.zero.rows || !one.each->bias != !all.each->bias)
+            bad_file(load, load->path, "%s%s is %s, that of number 0 %s, or its scales differ", load->prefix, name,
+                     types[one.type].name, types[all.type].name);
+        each[i] = *one.each;
+    }
+    all.n = n, all.each = each;
+    return all;
+}
+
+static void bind_separate(Loader *load, Layer *l, const char *module, int width, bool bias) {
+    const Model *m = &load->c->model;
+    l->gate = bind_each(load, module, ".gate_proj", m->n_experts, width, m->dim, bias);
+    l->up = bind_each(load, module, ".up_proj", m->n_experts, width, m->dim, bias);
+    l->down = bind_each(load, module, ".down_proj", m->n_experts, m->dim, width, bias);
+}
+const ExpertLayout separate_experts = {".0.gate_proj.weight", bind_separate};
+
+/* Rows first ... of the `pitch` rows that a tensor of plain numbers has for each expert. */
+static Linear bind_part(Loader *load, const char *module, const char *matrix, int pitch, int first, int rows,
+                        int cols) {
+    const int n = load->c->model.n_experts;
+    Stored *each = keep(load->c, (size_t)n, sizeof *each);
+    Tensor *t = bind_tensor(load, module, matrix, NO_TYPE, 3, (int64_t[]){n, pitch, cols});
+    const Type type = tensor_is(load, t, is_float(type_of(t)), "BF16, F16 or F32") ? type_of(t) : BF16;
+    belongs(t, type, (int64_t)n * pitch * cols);
+    for (int i = 0; i < n && !failed(load); i++)
+        each[i] = (Stored){.data = lines_of(tensor_view(load, t, n * pitch), (size_t)(i * pitch + first), 1, rows),
+                           .factor = 1};
+    return (Linear){type, rows, cols, n, .each = each};
+}
+
+/* transformers 5: all experts in one tensor, gate above up. */
+static void bind_stacked(Loader *load, Layer *l, const char *module, int width, bool bias) {
+    const int dim = load->c->model.dim;
+    l->gate = bind_part(load, module, ".gate_up_proj", 2 * width, 0, width, dim);
+    l->up = bind_part(load, module, ".gate_up_proj", 2 * width, width, width, dim);
+    l->down = bind_part(load, module, ".down_proj", dim, 0, dim, width);
+}
+const ExpertLayout stacked_experts = {".gate_up_proj", bind_stacked};
+
+/* Mixtral: w1 is gate, w3 up, w2 down. */
+static void bind_numbered(Loader *load, Layer *l, const char *module, int width, bool bias) {
+    const Model *m = &load->c->model;
+    l->gate = bind_each(load, module, ".w1", m->n_experts, width, m->dim, bias);
+    l->up = bind_each(load, module, ".w3", m->n_experts, width, m->dim, bias);
+    l->down = bind_each(load, module, ".w2", m->n_experts, m->dim, width, bias);
+}
+const ExpertLayout numbered_experts = {".0.w1.weight", bind_numbered};
+
+/* ---- the families ---- */
+
+static void read_mixtral(Loader *load, Model *m) {
+    read_sizes(load, m, (Sizes){0});
+    read_heads(load, m, 8, 0);
+    read_neighbours(load, m);
+    read_one_rope(load, m, 1e6);
+    read_one_window(load, m, config_optional(load, "sliding_window", 1, INT32_MAX, 0));
+    config_only_text(load, load->config, "hidden_act", "silu");
+    m->n_experts = config_whole(load, "num_local_experts", 1, 1024, REQUIRED);
+    m->top_k = config_whole(load, "num_experts_per_tok", 1, m->n_experts, REQUIRED);
+    m->route.normalise = true;
+}
+
+static void bind_mixtral(Loader *load, Model *m) {
+    const int width = config_whole(load, "intermediate_size", 1, 1 << 17, REQUIRED);
+    const bool bias = config_true(load, "attention_bias", false);
+    bind_ends(load, m, false);
+    for (Layer *l = m->layer; begin_layer(load, l); l++) {
+        bind_norms(load, m, l);
+        bind_attention(load, m, l, bias, bias);
+        l->router = bind_linear(load, "block_sparse_moe.gate", m->n_experts, m->dim, false);
+        bind_experts(load, l, "block_sparse_moe.experts", &numbered_experts, width, false);
+    }
+}
+
+static void read_qwen3_moe(Loader *load, Model *m) {
+    const bool used = config_true(load, "use_sliding_window", false);
+    read_sizes(load, m, (Sizes){0});
+    read_heads(load, m, 4, 0);
+    read_one_rope(load, m, 10000);
+    read_one_window(load, m, used ? config_optional(load, "sliding_window", 1, INT32_MAX, 4096) : 0);
+    config_only_text(load, load->config, "hidden_act", "silu");
+    const char *count =
+        json_get(load->config, "num_experts") ? "num_experts" : "num_local_experts"; /* its newer name */
+    m->n_experts = config_whole(load, count, 1, 1024, REQUIRED);
+    m->top_k = config_whole(load, "num_experts_per_tok", 1, m->n_experts, REQUIRED);
+    m->route.normalise = config_true(load, "norm_topk_prob", false);
+}
+
+static void bind_qwen3_moe(Loader *load, Model *m) {
+    const int width = config_whole(load, "moe_intermediate_size", 1, 1 << 17, 768);
+    const bool bias = config_true(load, "attention_bias", false);
+    bind_ends(load, m, false);
+    for (Layer *l = m->layer; begin_layer(load, l); l++) {
+        bind_norms(load, m, l);
+        bind_attention(load, m, l, bias, bias);
+        bind_head_norms(load, m, l);
+        if (has_experts(load, m, l, 0)) {
+            l->router = bind_linear(load, "mlp.gate", m->n_experts, m->dim, false);
+            bind_experts(load, l, "mlp.experts", &separate_experts, width, false);
+        } else {
+            bind_dense(load, m, l, REQUIRED, false);
+        }
+    }
+}
+
 const Family experts[] = {
-    {"mixtral", JSON({"num_key_value_heads": 8, "sliding_window": null, "norm_topk_prob": true, "rope_theta": 1e6}),
-     "norm_topk_prob",
-     .moe = {"block_sparse_moe.gate", "block_sparse_moe.experts", ".w1", ".w3", ".w2", "num_local_experts",
-             "intermediate_size"}},
-    {"qwen3_moe", JSON({"num_key_value_heads": 4, "use_sliding_window": false, "sliding_window": 4096,
-                        "moe_intermediate_size": 768}),
-     .head_norms = true, .moe = EXPERTS("mlp.gate", "num_experts", "moe_intermediate_size")},
-    {0}};
-/* clang-format on */
+    {"mixtral", read_mixtral, bind_mixtral, NULL}, {"qwen3_moe", read_qwen3_moe, bind_qwen3_moe, NULL}, {0}};

@@ -1,0 +1,34 @@
+/* families.h: what several families share; llama.c has it. */
+#ifndef FAMILIES_H
+#define FAMILIES_H
+
+#include "host.h"
+
+/* The same RoPE in all layers: also with Llama 3.1's scaling, or with the divisors of a GGUF file. theta: what a
+ * missing rope_theta means. */
+void read_one_rope(Loader *load, Model *m, double theta);
+Rope read_any_rope(Loader *load, Model *m, const cJSON *rope, double theta);
+/* All layers have this window; 0: none has one. layer_types must agree. */
+void read_one_window(Loader *load, Model *m, int window);
+/* Files of llama.cpp have q's and k's rows in the order of neighbours. */
+void read_neighbours(Loader *load, Model *m);
+/* Moves on to text_config, which describes the text model, of the family `model_type`, in a model of texts and
+ * pictures; is this tensor one of its other parts? */
+void read_text_config(Loader *load, const char *model_type);
+bool is_of_pictures(const Loader *load, const char *name);
+
+/* The norms before attention and before the MLP. */
+void bind_norms(Loader *load, const Model *m, Layer *l);
+/* q, k, v and o. */
+void bind_attention(Loader *load, const Model *m, Layer *l, bool bias, bool o_bias);
+/* RMSNorm of each head of q and k. */
+void bind_head_norms(Loader *load, const Model *m, Layer *l);
+/* gate, up and down of a dense layer. width: what a missing intermediate_size means, or REQUIRED. */
+void bind_dense(Loader *load, const Model *m, Layer *l, int width, bool bias);
+/* n matrices, one per expert or head. Each is a module of its own, MODULE.0 MATRIX and so on. */
+Linear bind_each(Loader *load, const char *module, const char *matrix, int n, int rows, int cols, int bias);
+extern const ExpertLayout separate_experts; /* MODULE.0.gate_proj, .up_proj, .down_proj */
+/* Has layer l experts? first: dense layers in front. */
+bool has_experts(Loader *load, const Model *m, const Layer *l, int first);
+
+#endif
