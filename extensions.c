@@ -39,10 +39,10 @@ const Family *const families[] = {gpt_oss,
 #endif
                                   NULL};
 
-extern const ExpertLayout separate_experts, stacked_experts, numbered_experts;
+extern const ExpertLayout separate_experts, stacked_experts, mixtral_experts;
 const ExpertLayout *const layouts[] = {&experts_in_turn,
 #ifdef ROOM_families
-                                       &separate_experts, &stacked_experts, &numbered_experts,
+                                       &separate_experts, &stacked_experts, &mixtral_experts,
 #endif
                                        NULL};
 

@@ -246,9 +246,9 @@ typedef struct {                                 /* matrices that are not plain 
     void (*open)(Loader *load, const char *dir); /* reads and checks quantization_config */
     /* Binds a module's matrix w, whose shape is set, and sets its type. False: it is plain rows of w->type. */
     bool (*bind)(Loader *load, const char *name, Linear *w, Stored *one);
-    /* Cuts rows first, first + step, ... out of w's codes (g: of its type) or a grid, whose view is v. False: v's lines
+    /* Cuts rows first, first + 1, ... out of w's codes (g: of its type) or a grid, whose view is v. False: v's lines
      * are rows. */
-    bool (*cut)(Loader *load, View *v, const Linear *w, Grid g, int first, int step, int rows);
+    bool (*cut)(Loader *load, View *v, const Linear *w, Grid g, int first, int rows);
     bool (*knows)(const char *encoding, Error *e); /* is there an encoding of this name, for made up weights? USAGE */
 } Packing;
 extern const Packing *const packings[]; /* the first that binds counts; extensions.c */

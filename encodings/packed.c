@@ -255,15 +255,15 @@ static bool bind_packed(Loader *load, const char *name, Linear *w, Stored *one) 
     return true;
 }
 
-/* In GPTQ and AWQ a line crosses all rows, and step is 1. A word or an entry that several rows share must not be
+/* In GPTQ and AWQ a line crosses all rows. A word or an entry that several rows share must not be
  * split. */
-static bool cut_packed(Loader *load, View *v, const Linear *w, Grid g, int first, int step, int rows) {
+static bool cut_packed(Loader *load, View *v, const Linear *w, Grid g, int first, int rows) {
     const bool across = in_gptq(w->type) || w->type == AWQ4, words = g.transposed || g.type == AWQ4;
     const int shared = g.rows * (words ? types[g.type].values : 1);
     if (first % shared || rows % shared)
         bad_file(load, load->path, "kv_b_proj in %s is only implemented for heads of whole blocks of %d rows",
                  types[w->type].name, shared);
-    if (!across) return *v = lines_of(*v, (size_t)(first / shared), (size_t)step, rows / shared), true;
+    if (!across) return *v = lines_of(*v, (size_t)(first / shared), 1, rows / shared), true;
     const size_t begin = v->bytes * (size_t)first / (size_t)w->rows;
     v->offset += begin, v->data = v->data ? v->data + begin : NULL;
     v->bytes = v->bytes * (size_t)rows / (size_t)w->rows;

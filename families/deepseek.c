@@ -81,7 +81,7 @@ static void read_deepseek_v3(Loader *load, Model *m) {
 static View rows_of(Loader *load, View v, const Linear *w, Grid g, int first, int rows) {
     if (!g.rows || g.rows == w->rows) return v; /* the same for all rows */
     for (int i = 0; packings[i]; i++)
-        if (packings[i]->cut(load, &v, w, g, first, 1, rows)) return v;
+        if (packings[i]->cut(load, &v, w, g, first, rows)) return v;
     return lines_of(v, (size_t)(first / g.rows), 1, rows / g.rows);
 }
 

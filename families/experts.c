@@ -22,13 +22,22 @@ Linear bind_each(Loader *load, const char *module, const char *matrix, int n, in
     return all;
 }
 
-static void bind_separate(Loader *load, Layer *l, const char *module, int width, bool bias) {
+static void bind_named(Loader *load, Layer *l, const char *module, const char *const names[3], int width, bool bias) {
     const Model *m = &load->c->model;
-    l->gate = bind_each(load, module, ".gate_proj", m->n_experts, width, m->dim, bias);
-    l->up = bind_each(load, module, ".up_proj", m->n_experts, width, m->dim, bias);
-    l->down = bind_each(load, module, ".down_proj", m->n_experts, m->dim, width, bias);
+    l->gate = bind_each(load, module, names[0], m->n_experts, width, m->dim, bias);
+    l->up = bind_each(load, module, names[1], m->n_experts, width, m->dim, bias);
+    l->down = bind_each(load, module, names[2], m->n_experts, m->dim, width, bias);
+}
+
+static void bind_separate(Loader *load, Layer *l, const char *module, int width, bool bias) {
+    bind_named(load, l, module, (const char *const[]){".gate_proj", ".up_proj", ".down_proj"}, width, bias);
 }
 const ExpertLayout separate_experts = {".0.gate_proj.weight", bind_separate};
+
+static void bind_mixtrals(Loader *load, Layer *l, const char *module, int width, bool bias) {
+    bind_named(load, l, module, (const char *const[]){".w1", ".w3", ".w2"}, width, bias);
+}
+const ExpertLayout mixtral_experts = {".0.w1.weight", bind_mixtrals};
 
 /* Rows first ... of the `pitch` rows that a tensor of plain numbers has for each expert. */
 static Linear bind_part(Loader *load, const char *module, const char *matrix, int pitch, int first, int rows,
@@ -53,24 +62,11 @@ static void bind_stacked(Loader *load, Layer *l, const char *module, int width, 
 }
 const ExpertLayout stacked_experts = {".gate_up_proj", bind_stacked};
 
-/* Mixtral: w1 is gate, w3 up, w2 down. */
-static void bind_numbered(Loader *load, Layer *l, const char *module, int width, bool bias) {
-    const Model *m = &load->c->model;
-    l->gate = bind_each(load, module, ".w1", m->n_experts, width, m->dim, bias);
-    l->up = bind_each(load, module, ".w3", m->n_experts, width, m->dim, bias);
-    l->down = bind_each(load, module, ".w2", m->n_experts, m->dim, width, bias);
-}
-const ExpertLayout numbered_experts = {".0.w1.weight", bind_numbered};
-
 /* ---- the families ---- */
 
 static void read_mixtral(Loader *load, Model *m) {
-    read_sizes(load, m, (Sizes){0});
-    read_heads(load, m, 8, 0);
-    read_neighbours(load, m);
-    read_one_rope(load, m, 1e6);
+    read_plain(load, m, (Sizes){0}, 8, 0, 1e6);
     read_one_window(load, m, config_optional(load, "sliding_window", 1, INT32_MAX, 0));
-    config_only_text(load, load->config, "hidden_act", "silu");
     m->n_experts = config_whole(load, "num_local_experts", 1, 1024, REQUIRED);
     m->top_k = config_whole(load, "num_experts_per_tok", 1, m->n_experts, REQUIRED);
     m->route.normalise = true;
@@ -84,17 +80,14 @@ static void bind_mixtral(Loader *load, Model *m) {
         bind_norms(load, m, l);
         bind_attention(load, m, l, bias, bias);
         l->router = bind_linear(load, "block_sparse_moe.gate", m->n_experts, m->dim, false);
-        bind_experts(load, l, "block_sparse_moe.experts", &numbered_experts, width, false);
+        bind_experts(load, l, "block_sparse_moe.experts", &mixtral_experts, width, false);
     }
 }
 
 static void read_qwen3_moe(Loader *load, Model *m) {
     const bool used = config_true(load, "use_sliding_window", false);
-    read_sizes(load, m, (Sizes){0});
-    read_heads(load, m, 4, 0);
-    read_one_rope(load, m, 10000);
+    read_plain(load, m, (Sizes){0}, 4, 0, 10000);
     read_one_window(load, m, used ? config_optional(load, "sliding_window", 1, INT32_MAX, 4096) : 0);
-    config_only_text(load, load->config, "hidden_act", "silu");
     const char *count =
         json_get(load->config, "num_experts") ? "num_experts" : "num_local_experts"; /* its newer name */
     m->n_experts = config_whole(load, count, 1, 1024, REQUIRED);

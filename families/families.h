@@ -10,8 +10,9 @@ void read_one_rope(Loader *load, Model *m, double theta);
 Rope read_any_rope(Loader *load, Model *m, const cJSON *rope, double theta);
 /* All layers have this window; 0: none has one. layer_types must agree. */
 void read_one_window(Loader *load, Model *m, int window);
-/* Files of llama.cpp have q's and k's rows in the order of neighbours. */
-void read_neighbours(Loader *load, Model *m);
+/* Sizes, heads, RoPE and activation of models like Llama; what missing keys mean as in read_sizes() and read_heads().
+ */
+void read_plain(Loader *load, Model *m, Sizes absent, int kv_heads, int head_dim, double theta);
 /* Moves on to text_config, which describes the text model, of the family `model_type`, in a model of texts and
  * pictures; is this tensor one of its other parts? */
 void read_text_config(Loader *load, const char *model_type);
@@ -30,5 +31,9 @@ Linear bind_each(Loader *load, const char *module, const char *matrix, int n, in
 extern const ExpertLayout separate_experts; /* MODULE.0.gate_proj, .up_proj, .down_proj */
 /* Has layer l experts? first: dense layers in front. */
 bool has_experts(Loader *load, const Model *m, const Layer *l, int first);
+
+/* Llama itself, of which many families are copies. */
+void read_llama(Loader *load, Model *m);
+void bind_llama(Loader *load, Model *m);
 
 #endif

@@ -36,7 +36,10 @@ void read_one_rope(Loader *load, Model *m, double theta) {
     if (tensors_find(&load->c->tensors, "rope_freqs.weight")) {
         const float *divisor = bind_floats(load, "rope_freqs", ".weight", m->rope_dim / 2);
         float *divided = keep(load->c, (size_t)m->rope_dim / 2, sizeof *divided);
-        for (int i = 0; divisor && i < m->rope_dim / 2; i++) divided[i] = rope.inv_freq[i] / divisor[i];
+        for (int i = 0; divisor && i < m->rope_dim / 2; i++) {
+            divided[i] = rope.inv_freq[i] / divisor[i];
+            if (!isfinite(divided[i])) bad_file(load, load->path, "rope_freqs.weight[%d] divides an angle by 0", i);
+        }
         rope.inv_freq = divided;
     }
     load->rope[0] = load->rope[1] = rope;
@@ -47,7 +50,11 @@ void read_one_window(Loader *load, Model *m, int window) {
         read_layer_type(load, m, i, window ? "sliding_attention" : "full_attention", window, window);
 }
 
-void read_neighbours(Loader *load, Model *m) {
+void read_plain(Loader *load, Model *m, Sizes absent, int kv_heads, int head_dim, double theta) {
+    read_sizes(load, m, absent);
+    read_heads(load, m, kv_heads, head_dim);
+    read_one_rope(load, m, theta);
+    config_only_text(load, load->config, "hidden_act", "silu");
     m->neighbours = load->container->neighbours && config_true(load, "rope_interleave", false);
 }
 
@@ -99,16 +106,12 @@ bool has_experts(Loader *load, const Model *m, const Layer *l, int first) {
 
 /* ---- the families ---- */
 
-static void read_llama(Loader *load, Model *m) {
-    read_sizes(load, m, (Sizes){.context = 2048});
-    read_heads(load, m, 0, 0);
-    read_neighbours(load, m);
-    read_one_rope(load, m, 10000);
+void read_llama(Loader *load, Model *m) {
+    read_plain(load, m, (Sizes){.context = 2048}, 0, 0, 10000);
     read_one_window(load, m, 0);
-    config_only_text(load, load->config, "hidden_act", "silu");
 }
 
-static void bind_llama(Loader *load, Model *m) {
+void bind_llama(Loader *load, Model *m) {
     const bool bias = config_true(load, "attention_bias", false);
     bind_ends(load, m, false);
     for (Layer *l = m->layer; begin_layer(load, l); l++) {
@@ -119,12 +122,8 @@ static void bind_llama(Loader *load, Model *m) {
 }
 
 static void read_mistral(Loader *load, Model *m) {
-    read_sizes(load, m, (Sizes){0});
-    read_heads(load, m, 8, 0);
-    read_neighbours(load, m);
-    read_one_rope(load, m, 10000);
+    read_plain(load, m, (Sizes){0}, 8, 0, 10000);
     read_one_window(load, m, config_optional(load, "sliding_window", 1, INT32_MAX, 4096));
-    config_only_text(load, load->config, "hidden_act", "silu");
 }
 
 static void read_mistral3(Loader *load, Model *m) {
@@ -134,10 +133,7 @@ static void read_mistral3(Loader *load, Model *m) {
 
 /* The window is for layers from max_window_layers on. */
 static void read_qwen(Loader *load, Model *m, int head_dim) {
-    read_sizes(load, m, (Sizes){0});
-    read_heads(load, m, 0, head_dim);
-    read_one_rope(load, m, 10000);
-    config_only_text(load, load->config, "hidden_act", "silu");
+    read_plain(load, m, (Sizes){0}, 0, head_dim, 10000);
     const int from = config_whole(load, "max_window_layers", 0, INT32_MAX, 28);
     const bool used = config_true(load, "use_sliding_window", false);
     const int window = used ? config_optional(load, "sliding_window", 1, INT32_MAX, 4096) : 0;

@@ -539,6 +539,47 @@ def test_null_switches_no_window_on(folder):
     expect(long_logits(null) != long_logits(source), "the test is wrong: the window hides nothing")
 
 
+def test_experts_in_one_tensor(folder):
+    """As transformers 5 writes them: all experts of a layer in gate_up_proj, gate's rows above up's, and in down_proj."""
+    needs("families")
+    source = FIXTURES / "qwen3_moe"
+    header, content = read_safetensors(source / "model.safetensors")
+    config = read_json(source / "config.json")
+    n, width, dim = config["num_experts"], config["moe_intermediate_size"], config["hidden_size"]
+    tensors, data = {}, b""
+
+    def add(name, dtype, shape, raw):
+        nonlocal data
+        tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+
+    def raw(name):
+        return content[slice(*header[name]["data_offsets"])]
+    for name, entry in header.items():
+        layer = name.partition(".experts.")[0] + ".experts."
+        if name.endswith("experts.0.gate_proj.weight"):
+            both = [raw(f"{layer}{e}.{part}_proj.weight") for e in range(n) for part in ("gate", "up")]
+            add(layer + "gate_up_proj", entry["dtype"], [n, 2 * width, dim], b"".join(both))
+            down = [raw(f"{layer}{e}.down_proj.weight") for e in range(n)]
+            add(layer + "down_proj", entry["dtype"], [n, dim, width], b"".join(down))
+        elif ".experts." not in name and name != "__metadata__":
+            add(name, entry["dtype"], entry["shape"], raw(name))
+    model = copy_model(source, folder, keep_weights=False)
+    (model / "model.safetensors").write_bytes(safetensors(tensors, data))
+    same(long_logits(model), long_logits(source), "logits")
+    sizes = [json.loads(infer("inspect", m, "--json").text) for m in (source, model)] if has("commands") else [{}, {}]
+    same(sizes[1], {**sizes[1], **{k: v for k, v in sizes[0].items() if "parameters" in k or "bytes" in k}}, "sizes")
+
+    def check(name, change, words):
+        (model / "model.safetensors").write_bytes(safetensors({**tensors, MANY: {**tensors[MANY], **change}}, data))
+        refused("logits", model, "--ids", 1, words=[MANY, *words])
+    each([("transposed, as gpt-oss in BF16", {"shape": [n, dim, 2 * width]}, [f"({n}, {2 * width}, {dim})"]),
+          ("no numbers", {"dtype": "I16"}, ["I16", "BF16, F16"])], check)
+
+
+MANY = "model.layers.0.mlp.experts.gate_up_proj"
+
+
 def test_text_of_a_model_of_pictures(folder):
     """Gemma 3 and Mistral Small 3.1 with eyes: the text's config.json in text_config, its tensors under either prefix, eyes left out."""
     needs("families")

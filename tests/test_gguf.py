@@ -353,6 +353,7 @@ def test_wrong_models(folder):
         ("a vector of blocks", with_tensor("output_norm.weight", lambda n, s, k, raw: (n, s, "Q8_0", bytes(68))), ["Q8_0", "BF16, F16 or F32"]),
         ("twice", lambda m, t: (m, t + t[:1]), ["also in"]),
         ("divisors", lambda m, t: (m, t + [("rope_freqs.weight", [4], "F32", bytes(16))]), ["rope_freqs.weight", "(8)", "(4)"]),
+        ("divisors of 0", lambda m, t: (m, t + [("rope_freqs.weight", [8], "F32", bytes(32))]), ["rope_freqs.weight[0]", "0"]),
         ("part", with_key("split.count", 3), ["part 1 of 3", "00001-of-00003"]),
     ]
 
