@@ -570,8 +570,9 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     w.floor = p.take<float>(rows);
     w.best = p.take<unsigned long long>(rows);
     w.drawing = p.take<int>(rows);
-    w.seen = p.take<uint32_t>(rows * ((m.vocab + 31) / 32));
-    w.drawn = p.take<int>(gpu->limits.max_seqs);
+    w.bias = p.take<Bias>(w.slots * MOST_BIASES);
+    w.count = p.take<uint32_t>((size_t)w.slots * m.vocab);
+    w.drawn = p.take<int>(w.slots);
     gpu->step_bytes = (size_t)step_at(NULL, (int)T).page + (size_t)gpu->limits.max_seqs * gpu->max_pages * sizeof(int);
     gpu->step = p.take<uint8_t>(gpu->step_bytes);
     if (gpu->fast) fast::plan(gpu, &p);
@@ -653,10 +654,19 @@ static bool open_gpu(Gpu *gpu, int *pages, Error *e) {
     fast::open(gpu);
     if (!take_memory(gpu, pages, e)) return false;
     CUDA(cudaStreamCreateWithFlags(&gpu->stream, cudaStreamNonBlocking));
-    CUDA(cudaMallocHost(&w.result, 3 * w.slots * sizeof(int)));
+    CUDA(cudaMallocHost(&w.result, (3 * w.slots + 1) * sizeof(int)));
+    w.late = w.result + 3 * w.slots, *w.late = 0;
+    gpu->bias.resize(w.slots * MOST_BIASES);
+    if (gpu->limits.allowed) {
+        const size_t words = (m.vocab + 31) / 32;
+        CUDA(cudaMallocHost(&w.allowed.ready, w.slots * sizeof(uint64_t)));
+        CUDA(cudaMallocHost(&w.allowed.bits, w.slots * words * sizeof(uint32_t)));
+        std::fill_n(w.allowed.ready, w.slots, 0);
+        *gpu->limits.allowed = w.allowed;
+    }
     for (Pending &p : gpu->pending) {
         p.token = w.result + (&p - gpu->pending) * w.slots;
-        CUDA(cudaMallocHost(&p.staged, gpu->step_bytes));
+        CUDA(cudaMallocHost(&p.staged, gpu->step_bytes + gpu->bias.size() * sizeof(Bias)));
         CUDA(cudaEventCreate(&p.begun));
         CUDA(cudaEventCreate(&p.done));
     }
@@ -677,10 +687,13 @@ static void cuda_close(void *state) {
     for (auto &made : gpu->graph) cudaGraphExecDestroy(made.second);
     for (Pending &p : gpu->pending) {
         cudaFreeHost(p.staged);
+        cudaFreeHost(p.logits);
         if (p.begun) cudaEventDestroy(p.begun);
         if (p.done) cudaEventDestroy(p.done);
     }
     cudaFreeHost(gpu->work.result);
+    cudaFreeHost(gpu->work.allowed.ready);
+    cudaFreeHost(gpu->work.allowed.bits);
     if (gpu->blas) cublasLtDestroy(gpu->blas);
     if (gpu->stream) cudaStreamDestroy(gpu->stream);
     cudaFree(gpu->memory);
@@ -753,10 +766,10 @@ void fill_step(const Step &s, Pass *a) {
     for (int i = 0; i < b->seqs; i++) {
         const int n = b->first[i + 1] - b->first[i];
         const Sampling &how = b->sampling[i];
-        a->keep |= b->want[i] >= WANT_LOGITS;
-        a->penalized |= how.penalty != 1;
+        a->adjusted |= how.penalty != 1 || how.frequency != 0 || how.presence != 0 || how.biases || how.allowed;
         a->filtered |= how.temperature > 0 && (how.top_k > 0 || how.top_p < 1 || how.min_p > 0);
         s.last[i] = b->want[i] == WANT_NOTHING ? -1 : b->first[i + 1] - 1;
+        a->keep += b->want[i] == WANT_ALL_LOGITS ? n : b->want[i] == WANT_LOGITS;
         for (int t = b->first[i]; t < b->first[i + 1]; t++) {
             const int p = b->start[i] + t - b->first[i], page = b->page[(size_t)i * b->max_pages + p / PAGE];
             s.token[t] = make_int4(b->token[t], b->slot[i], page * PAGE + p % PAGE, 0);
@@ -778,20 +791,32 @@ void fill_step(const Step &s, Pass *a) {
     a->splits = a->tokens <= MAX_DECODE ? MAX_SPLITS : std::max(1, std::min(MAX_SPLITS, 4 * a->gpu->sms / blocks));
 }
 
-/* Draws for all rows of a step, logit_rows at a time, and keeps the logits that the caller requested. */
+/* Draws for all rows of a step, logit_rows at a time. Copies the logits that the caller requested before the draw
+ * changes them. */
 bool draw_rows(Pass *a, Pending *p, Error *e) {
     const size_t vocab = a->w.vocab;
     for (int i = 0; i < a->rows; i += a->gpu->logit_rows) {
         const int n = std::min(a->gpu->logit_rows, a->rows - i);
-        if ((!a->has_logits && !head(a, i, n, e)) || !draw_tokens(a, i, n, e)) return false;
-        if (!a->keep) continue;
-        std::vector<float> found(n * vocab);
-        CUDA(cudaMemcpyAsync(found.data(), a->w.logits, n * vocab * sizeof(float), cudaMemcpyDeviceToHost,
-                             a->gpu->stream));
-        CUDA(cudaStreamSynchronize(a->gpu->stream));
-        for (int r = 0; r < n; r++)
+        if (!a->has_logits && !head(a, i, n, e)) return false;
+        for (int r = 0; r < n && a->keep; r++)
             if (a->batch->want[p->step.seq[p->step.row[i + r]]] >= WANT_LOGITS)
-                p->logits.insert(p->logits.end(), found.begin() + r * vocab, found.begin() + (r + 1) * vocab);
+                CUDA(cudaMemcpyAsync(p->logits + vocab * p->rows++, a->w.logits + vocab * r, vocab * sizeof(float),
+                                     cudaMemcpyDeviceToHost, a->gpu->stream));
+        if (!draw_tokens(a, i, n, e)) return false;
+    }
+    return true;
+}
+
+/* Copies the biases of a batch to the card, where they have changed. */
+static bool send_biases(Gpu *gpu, const Batch *b, Bias *staged, Error *e) {
+    for (int i = 0; i < b->seqs; i++) {
+        const Sampling &how = b->sampling[i];
+        const size_t at = (size_t)b->slot[i] * MOST_BIASES, bytes = how.biases * sizeof(Bias);
+        if (!bytes || !memcmp(&gpu->bias[at], how.bias, bytes)) continue;
+        memcpy(&gpu->bias[at], how.bias, bytes);
+        memcpy(staged, how.bias, bytes);
+        CUDA(cudaMemcpyAsync(gpu->work.bias + at, staged, bytes, cudaMemcpyHostToDevice, gpu->stream));
+        staged += how.biases;
     }
     return true;
 }
@@ -799,7 +824,7 @@ bool draw_rows(Pass *a, Pending *p, Error *e) {
 /* A decode step as a CUDA graph: one for each number of tokens and pages and kind of sampling, made on demand. */
 bool run_graph(Pass *a, Pending *p, Error *e) {
     Gpu *gpu = a->gpu;
-    cudaGraphExec_t &made = gpu->graph[{a->tokens, a->pages, a->filtered + 2 * a->penalized}];
+    cudaGraphExec_t &made = gpu->graph[{a->tokens, a->pages, a->filtered + 2 * a->adjusted}];
     if (!made) {
         cudaGraph_t graph;
         CUDA(cudaStreamBeginCapture(gpu->stream, cudaStreamCaptureModeThreadLocal));
@@ -826,8 +851,14 @@ static bool cuda_submit(void *state, const Batch *b, Error *e) {
     p.step = step_at(p.staged, room);
     fill_step(p.step, &a);
     std::fill_n(p.token, b->seqs, DREW_NOTHING); /* the kernel draw() writes those that it draws */
-    p.logits.clear();
+    p.rows = 0;
+    if (a.keep > p.room) {
+        p.room = std::max(a.keep, 2 * p.room);
+        cudaFreeHost(p.logits);
+        CUDA(cudaMallocHost(&p.logits, (size_t)p.room * a.w.vocab * sizeof(float)));
+    }
     CUDA(cudaEventRecord(p.begun, gpu->stream));
+    if (!send_biases(gpu, b, (Bias *)(p.staged + gpu->step_bytes), e)) return false;
     gpu->decodes = gpu->fast && a.tokens <= MAX_DECODE;
     if (gpu->decodes) {
         ok = fast::decode(&a, p.staged, e) && draw_rows(&a, &p, e);
@@ -856,7 +887,8 @@ static bool cuda_collect(void *state, Result *result, Error *e) {
     CUDA(cudaEventSynchronize(p.done));
     CUDA(cudaEventElapsedTime(&ms, p.begun, p.done));
     gpu->outstanding--;
-    *result = {p.token, p.logits.data(), (int)(p.logits.size() / gpu->work.vocab), ms / 1e3};
+    if (*gpu->work.late) return fail(e, GPU_FAULT, "a draw waited a second for the tokens that it may draw");
+    *result = {p.token, p.logits, p.rows, ms / 1e3};
     return true;
 }
 

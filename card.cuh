@@ -154,8 +154,11 @@ struct Work {
     float *floor;   /* (logit_rows) the smallest scaled logit that top-k, top-p and min-p keep */
     unsigned long long *best;   /* (logit_rows) */
     int *drawing;               /* (logit_rows) blocks that have drawn */
-    uint32_t *seen;             /* (logit_rows, vocab / 32) for the repetition penalty */
-    int slots, *drawn, *result; /* (slots); (3, slots) in the host's memory */
+    Bias *bias;                 /* (slots, MOST_BIASES) */
+    uint32_t *count;            /* (slots, vocab) 0 outside of adjust() */
+    Allowed allowed;            /* Limits' */
+    int slots, *drawn, *result; /* (slots); (3, slots) in the host's memory ... */
+    int *late;                  /* ... and there, too: a draw waited in vain for the tokens that it may draw */
 };
 __host__ __device__ inline int square_parts(int dim) { return (dim + TILE - 1) / TILE; }
 /* How many blocks of attention share a key/value head that `group` query heads use. */
@@ -172,10 +175,11 @@ __host__ __device__ inline size_t page_size(const Work &w) { return (size_t)w.n_
 
 struct Pending {                           /* a step that was submitted; buffers are pinned */
     cudaEvent_t begun = NULL, done = NULL; /* on the card */
-    uint8_t *staged = NULL;                /* what goes to the card */
+    uint8_t *staged = NULL;                /* what goes to the card: a Step, and from Gpu::step_bytes on biases */
     Step step;                             /* the same, part by part */
     int *token;                            /* (slots) in Work's result */
-    std::vector<float> logits;
+    float *logits = NULL;                  /* (rows, vocab) that the caller requested */
+    int rows = 0, room = 0;                /* room: rows that have memory */
 };
 
 namespace fast {
@@ -194,7 +198,8 @@ struct Gpu {
     bool lean;              /* no F32 weights: activations take two bytes */
     uint8_t *memory = NULL; /* weights, then room to work, then the cache */
     size_t weight_bytes, step_bytes;
-    uint8_t *step; /* (step_bytes) room for a Step */
+    uint8_t *step;          /* (step_bytes) room for a Step */
+    std::vector<Bias> bias; /* Work's as it lies on the card */
     cudaStream_t stream = NULL;
     cublasLtHandle_t blas = NULL;
     std::map<std::array<int, 4>, cublasLtMatmulHeuristicResult_t> algorithm; /* by rows, columns, tokens and kind */
@@ -223,8 +228,8 @@ struct Pass {
     int tokens, rows, queries, tiles; /* rows of logits; queries and tiles as in Step */
     int pages, splits;                /* of the longest context; max splits of a context */
     bool alone;                       /* no token sees another of the same step */
-    bool keep;                        /* somebody wants logits */
-    bool penalized, filtered;         /* before the draw */
+    int keep;                         /* rows whose logits somebody wants */
+    bool adjusted, filtered;          /* before the draw */
     bool has_logits;                  /* w.logits are there before head() */
     bool normed;                      /* w.normed is ready: x after the norm that comes next ... */
     int squares;         /* ... but, if not 0, without norm_factor(): `square` has this many sums a token */

@@ -311,6 +311,7 @@ typedef struct {
     int max_seqs;    /* of a batch */
     int step_tokens; /* of a step, or TOKENS_PER_ANSWER for each answer if that is more */
     int pages;       /* of the cache */
+    Allowed allowed; /* written by the scheduler */
 } Engine;
 
 /* Is the model made for so many tokens of context? USAGE if not. */
@@ -319,10 +320,6 @@ bool model_has_context(const Model *m, int context, Error *e);
  * limits.max_seqs such texts or for limits.cache tokens, or for less if less fits. Ignores limits.context. */
 bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limits, int context, Error *e);
 void engine_close(Engine *g);
-
-/* Draws the token at `position` on the host from logits (vocab), which it changes. seen[i]: the text contains token i.
- * seen may be NULL. DREW_NAN if a logit is NaN. */
-int draw_logits(float *logits, int vocab, const Sampling *how, int position, const bool *seen);
 
 /* ---- the scheduler: it continues many texts at once, step by step, and every command runs its texts through it ----
  * A step begins with one token for each text that is being generated, in order of arrival; but if steps of fewer texts
@@ -335,11 +332,6 @@ int draw_logits(float *logits, int vocab, const Sampling *how, int position, con
 /* Tokens of a step for each answer: its own and five of prompts, so prompts up to five times as long keep up. */
 enum { TOKENS_PER_ANSWER = 6 };
 
-typedef struct {
-    int id;
-    float add; /* to its logit */
-} Bias;
-
 typedef struct Stream Stream;
 /* Gets each drawn token once, with its position and, if wanted, the logits (vocab) that it was drawn from. With
  * WANT_ALL_LOGITS it first gets the prompt's tokens from the second on. When the logits hold a NaN, the last token is
@@ -349,12 +341,13 @@ typedef void Take(Stream *s, size_t position, int token, const float *logits, bo
 
 /* A text that the scheduler continues. Zero it and fill in the members above the empty line; leave the others alone. */
 struct Stream {
-    Ids tokens;    /* the prompt, followed by the tokens drawn so far */
-    size_t prompt; /* length of the prompt, at least 1 */
-    size_t most;   /* the text ends at this length: more than `prompt`, at most the context + 1 */
-    Sampling sampling;
-    const Bias *bias; /* (biases) or NULL. Such a text is drawn on the host */
-    int biases;
+    Ids tokens;        /* the prompt, followed by the tokens drawn so far */
+    size_t prompt;     /* length of the prompt, at least 1 */
+    size_t most;       /* the text ends at this length: more than `prompt`, at most the context + 1 */
+    Sampling sampling; /* `answer` and `allowed` are the scheduler's */
+    /* Sets the bits of the tokens that may come next, as in Allowed, while the GPU computes the step that draws one of
+     * them; they still are what it set last in this or another stream. NULL: all may come. */
+    void (*allow)(Stream *s, uint32_t *bits);
     Want want; /* WANT_LOGITS: `take` gets the logits of drawn tokens; WANT_ALL_LOGITS: those of the prompt too */
     size_t published; /* position of the next token that `take` gets. To skip a prompt's beginning, set it */
     const Ids *stop;  /* tokens that end it, or NULL */

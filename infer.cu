@@ -10,7 +10,7 @@
  *   4  products                    product (streams weights), product_tiled (many tokens)
  *   5  embedding, norm, experts    embed, norm, route, activate, combine
  *   6  attention                   RoPE, the cache, attention of few queries and of prompts
- *   7  from logits to a token      filter, draw
+ *   7  from logits to a token      adjust, filter, draw
  *   8  launches                    launch, way_of, multiply
  *   9  taps                        the stages of a step for tests
  *  10  one step                    extensions.cuh; attend, experts, block, forward
@@ -120,6 +120,18 @@ template <bool TRANSPOSED = false> __device__ inline uint4 load_matrices(const v
                      : "r"(at)
                      : "memory");
     return x;
+}
+
+/* A word of the host's memory that it may write meanwhile. What it wrote before can be read afterwards. */
+__device__ inline uint64_t load_from_host(const uint64_t *from) {
+    uint64_t x;
+    asm volatile("ld.acquire.sys.global.u64 %0,[%1];" : "=l"(x) : "l"(from) : "memory");
+    return x;
+}
+__device__ inline uint64_t nanoseconds() {
+    uint64_t t;
+    asm volatile("mov.u64 %0,%%globaltimer;" : "=l"(t));
+    return t;
 }
 
 /* 4 b + a in one instruction. */
@@ -1539,8 +1551,8 @@ __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer
 
 /* ---- 7 from logits to a token ---- */
 
-/* Repetition penalty, temperature, top-k, top-p, min-p and the draw, with the operations of sampling.h, so that the
- * same logits give the same token as in C. A row is a token whose logits are wanted: number s.row[row] of the step. */
+/* Biases, penalties, temperature, top-k, top-p, min-p and the draw, with the operations of sampling.h, so that the same
+ * logits give the same token as in C. A row is a token whose logits are wanted: number s.row[row] of the step. */
 
 /* Limits logits smoothly to between -cap and cap. */
 __global__ void __launch_bounds__(1024) cap_logits(Work w) {
@@ -1551,28 +1563,49 @@ __global__ void __launch_bounds__(1024) cap_logits(Work w) {
     if (id < w.vocab) *logit = capped(*logit, w.logit_cap);
 }
 
-/* For each row with a repetition penalty, marks the tokens of its sequence. One block a row. */
-__global__ void __launch_bounds__(256) mark_seen(Work w, Step s) {
+/* Adds biases and penalties to the logits of rows that draw, in place: it visits only the tokens that have a bias, or
+ * are in the text. Then it hides tokens that are not allowed. One block a row. */
+__global__ void __launch_bounds__(1024) adjust(Work w, Step s) {
     launch_next();
     wait_previous();
-    int row = blockIdx.x, seq = s.seq[s.row[row]], words = (w.vocab + 31) / 32;
-    if (s.how[seq].penalty == 1) return;
-    for (int i = threadIdx.x; i < words; i += blockDim.x) w.seen[(size_t)row * words + i] = 0;
+    const int row = blockIdx.x, t = s.row[row], seq = s.seq[t], slot = s.slot[seq], end = s.position[t] + 1;
+    const Sampling how = s.how[seq];
+    if (t != s.last[seq]) return;
+    float *logit = w.logits + (size_t)row * w.vocab;
+    const Bias *bias = w.bias + (size_t)slot * MOST_BIASES;
+    for (int i = threadIdx.x; i < how.biases; i += blockDim.x) logit[bias[i].id] += bias[i].add;
+    /* w.count: 2 for each time that the answer has a token, and 1 if the prompt has it. Who finds the sum adjusts the
+     * logit, and leaves 0 for the next step. */
+    uint32_t *count = w.count + (size_t)slot * w.vocab;
+    const int begin = how.penalty != 1 ? 0 : how.frequency != 0 || how.presence != 0 ? how.answer : end;
+    auto count_of = [&](int p) { return count + w.page_token[(size_t)page_of(s, seq, p) * PAGE + p % PAGE]; };
+    for (int p = begin + threadIdx.x; p < end; p += blockDim.x)
+        if (p < how.answer)
+            atomicOr(count_of(p), 1u);
+        else
+            atomicAdd(count_of(p), 2u);
     __syncthreads();
-    for (int p = threadIdx.x; p <= s.position[s.row[row]]; p += blockDim.x) {
-        int id = w.page_token[(size_t)page_of(s, seq, p) * PAGE + p % PAGE];
-        atomicOr(&w.seen[(size_t)row * words + id / 32], 1u << id % 32);
+    for (int p = begin + threadIdx.x; p < end; p += blockDim.x) {
+        uint32_t *of_token = count_of(p), found = atomicExch(of_token, 0u);
+        if (found) logit[of_token - count] = penalized(logit[of_token - count], &how, found / 2);
     }
-}
-
-/* The logit x of a token after penalty and temperature. */
-__device__ inline float scaled(const Work &w, const Sampling &how, int row, int id, float x) {
-    if (how.penalty != 1 && w.seen[(size_t)row * ((w.vocab + 31) / 32) + id / 32] >> id % 32 & 1)
-        x = penalize(x, how.penalty);
-    return how.temperature > 0 ? x / how.temperature : x;
-}
-__device__ inline float scaled(const Work &w, const Sampling &how, int row, int id) {
-    return scaled(w, how, row, id, w.logits[(size_t)row * w.vocab + id]);
+    if (!how.allowed) return;
+    const uint64_t begun = nanoseconds();
+    while (threadIdx.x == 0 && load_from_host(w.allowed.ready + slot) < how.allowed)
+        if (nanoseconds() - begun > 1000000000) {
+            *w.late = 1;
+            break;
+        }
+    __syncthreads();
+    const int words = (w.vocab + 31) / 32, lane = threadIdx.x % 32;
+    for (int i = threadIdx.x; i < (words + 31) / 32 * 32; i += blockDim.x) {
+        const unsigned mine = i < words ? w.allowed.bits[(size_t)slot * words + i] : 0;
+        for (int j = 0; j < 32; j++) {
+            const unsigned bits = __shfl_sync(~0u, mine, j);
+            const int id = (i - lane + j) * 32 + lane;
+            if (id < w.vocab && !(bits >> lane & 1)) logit[id] = -INFINITY;
+        }
+    }
 }
 
 /* The smallest scaled logit that top-k, top-p and min-p keep in the draw, to w.floor. Radix select finds it byte by
@@ -1583,12 +1616,13 @@ __global__ void __launch_bounds__(1024) filter(Work w, Step s) {
     launch_next();
     wait_previous();
     int row = blockIdx.x, seq = s.seq[s.row[row]];
-    Sampling how = s.how[seq];
+    const Sampling how = s.how[seq];
+    const float *logit = w.logits + (size_t)row * w.vocab;
     if (threadIdx.x == 0) largest = 0, w.floor[row] = -INFINITY;
     __syncthreads();
     if (how.temperature == 0 || (how.top_k <= 0 && how.top_p >= 1 && how.min_p <= 0)) return;
     for (int i = threadIdx.x; i < w.vocab; i += blockDim.x) {
-        float x = scaled(w, how, row, i);
+        float x = scaled(logit[i], how.temperature);
         if (!isnan(x)) atomicMax(&largest, order_key(x));
     }
     __syncthreads();
@@ -1603,7 +1637,7 @@ __global__ void __launch_bounds__(1024) filter(Work w, Step s) {
             __syncthreads();
             unsigned fixed = shift == 24 ? 0 : ~0u << (shift + 8);
             for (int i = threadIdx.x; i < w.vocab; i += blockDim.x) {
-                float x = scaled(w, how, row, i);
+                float x = scaled(logit[i], how.temperature);
                 unsigned key = order_key(x);
                 if (isnan(x) || (key & fixed) != prefix || !(x >= floor)) continue;
                 unsigned long long add = counts ? 1 : mass(x, max);
@@ -1653,7 +1687,7 @@ __global__ void __launch_bounds__(1024) draw(Work w, Step s, bool filtered) {
         for (int i = 0; i < AHEAD; i++) {
             int id = first + i * threads;
             if (id >= w.vocab) break;
-            float x = scaled(w, how, row, id, logit[i]);
+            float x = scaled(logit[i], how.temperature);
             unsigned long long key = ~0ull;
             if (!isnan(x))
                 key = x >= floor ? draw_key(how.temperature > 0 ? x + token_noise(how.seed, position + 1, id) : x, id)
@@ -2067,7 +2101,7 @@ bool draw_tokens(const Pass *a, int first, int n, Error *e) {
     Pass rows = *a;
     rows.s.row += first, rows.w.layer = a->w.n_layers;
     if (!tap(&rows, "logits", F32, a->w.logits, a->w.vocab, n, a->w.vocab, e)) return false;
-    if (a->penalized) CUDA(launch(a->gpu, mark_seen, n, 256, 0, a->w, rows.s));
+    if (a->adjusted) CUDA(launch(a->gpu, adjust, n, 1024, 0, a->w, rows.s));
     if (a->filtered) CUDA(launch(a->gpu, filter, n, 1024, 0, a->w, rows.s));
     CUDA(launch(a->gpu, draw, dim3((a->gpu->sms + n - 1) / n, n), 1024, 0, a->w, rows.s, a->filtered));
     return true;

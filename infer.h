@@ -169,6 +169,17 @@ typedef struct {
     const Want *want;         /* (seqs) */
 } Batch;
 
+/* The tokens that a sequence may draw, in memory that the host writes and draws read when they run: so a step can be
+ * submitted first and its tokens chosen while it is computed. A draw whose Sampling.allowed is not 0 waits until
+ * `ready` of its slot is at least that, and reads the slot's bits. If that takes more than a second, collect fails with
+ * GPU_FAULT. So each such draw of a slot has a larger number than the one before; the host writes its bits, at least
+ * one of them 1, once the slot's previous draw is collected, and then stores the number (__ATOMIC_RELEASE), before it
+ * submits or collects another step. */
+typedef struct {
+    uint64_t *ready; /* (max_seqs) */
+    uint32_t *bits;  /* (max_seqs, (vocab + 31) / 32) token i: bit i % 32 of word i / 32 */
+} Allowed;
+
 enum { DREW_NOTHING = -1, DREW_NAN = -2 }; /* in place of a token: none was requested; the logits hold a NaN */
 
 typedef struct {         /* of the oldest step not yet collected; valid until the next collect */
@@ -185,13 +196,14 @@ typedef struct {         /* of the oldest step not yet collected; valid until th
 typedef void Tap(void *data, const char *stage, int layer, const float *values, int rows, int cols);
 
 typedef struct {
-    int gpu;        /* index of the GPU */
-    bool plain;     /* infer.cu's own kernels only, without fast/ */
-    int context;    /* positions of one sequence */
-    int max_seqs;   /* sequences of a batch, and slots */
-    int max_tokens; /* tokens of a batch */
-    int cache;      /* tokens of all sequences together in the cache; 0: max_seqs times context */
-    Tap *tap;       /* or NULL */
+    int gpu;          /* index of the GPU */
+    bool plain;       /* infer.cu's own kernels only, without fast/ */
+    int context;      /* positions of one sequence */
+    int max_seqs;     /* sequences of a batch, and slots */
+    int max_tokens;   /* tokens of a batch */
+    int cache;        /* tokens of all sequences together in the cache; 0: max_seqs times context */
+    Allowed *allowed; /* open fills it in, close frees its arrays; NULL: no Sampling has `allowed` */
+    Tap *tap;         /* or NULL */
     void *tap_data;
     void (*progress)(uint64_t done, uint64_t total); /* bytes of weights loaded so far, or NULL */
     char *where; /* (64) open writes here where the model is, "GPU 0 (14.1 GB of 139.8 GB)"; or NULL */

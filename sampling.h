@@ -4,8 +4,9 @@
  * One draw is argmax over all tokens i of  logit[i] / temperature + gumbel[i]  (the Gumbel-max trick: the result is
  * distributed like softmax(logits / temperature)). The noise comes from Philox4x32-10 (Salmon et al., "Parallel random
  * numbers: as easy as 1, 2, 3", SC 2011). It depends on seed, position and token alone, so neither the rest of the
- * batch nor the order of evaluation changes a draw. Filters come first, in the order of transformers: repetition
- * penalty, temperature, top-k, top-p, min-p. The last three are thresholds: tokens below them cannot be drawn.
+ * batch nor the order of evaluation changes a draw. Before it logits are adjusted: biases, frequency and presence
+ * penalty, repetition penalty; tokens that are not allowed become -infinity. Then comes, in the order of transformers,
+ * temperature, top-k, top-p, min-p. The last three are thresholds: tokens below them cannot be drawn.
  *
  * Three rules keep the compilers' results equal. A product that is added to something is an explicit fmaf, which no
  * compiler contracts. Sums over tokens are sums of integers, so their order does not matter. Of the library only fmaf
@@ -23,13 +24,24 @@
 #define BOTH static inline
 #endif
 
+enum { MOST_BIASES = 1024 }; /* of a sequence */
 typedef struct {
-    float temperature; /* 0: the most likely token; the lowest id among equals */
-    int top_k;         /* 0 or less: off */
-    float top_p;       /* 1: off */
-    float min_p;       /* 0: off */
-    float penalty;     /* repetition penalty, 1: off */
+    int id;
+    float add; /* to its logit */
+} Bias;
+
+typedef struct {
+    float temperature;         /* 0: the most likely token; the lowest id among equals */
+    int top_k;                 /* 0 or less: off */
+    float top_p;               /* 1: off */
+    float min_p;               /* 0: off */
+    float penalty;             /* repetition penalty, 1: off */
+    float frequency, presence; /* penalties for tokens at the positions from `answer` on, 0: off */
+    int answer;                /* set by the scheduler */
     uint64_t seed;
+    const Bias *bias; /* (biases), each id once. A backend copies them */
+    int biases;       /* 0 to MOST_BIASES */
+    uint64_t allowed; /* 0: all tokens may be drawn; else see Allowed in infer.h. Set by the scheduler */
 } Sampling;
 
 BOTH uint32_t float_bits(float x) {
@@ -96,6 +108,15 @@ BOTH float token_noise(uint64_t seed, int position, int id) {
 /* transformers' RepetitionPenaltyLogitsProcessor (Keskar et al., "CTRL", 2019, section 4.1). It applies to tokens that
  * occur in the sequence, which includes the prompt. */
 BOTH float penalize(float logit, float penalty) { return logit > 0 ? logit / penalty : logit * penalty; }
+
+/* The logit of a token of the text that the answer so far has `count` times: OpenAI's frequency and presence penalties
+ * (API reference, "Frequency and presence penalties"), then the repetition penalty. */
+BOTH float penalized(float logit, const Sampling *how, uint32_t count) {
+    if (count) logit = fmaf(-(float)count, how->frequency, logit) - how->presence;
+    return penalize(logit, how->penalty);
+}
+
+BOTH float scaled(float logit, float temperature) { return temperature > 0 ? logit / temperature : logit; }
 
 /* Maps floats to unsigned integers in the same order, with -0 below +0, for sorting, thresholds and maxima. */
 BOTH uint32_t order_key(float x) {

@@ -22,6 +22,7 @@ bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limit
     *g = (Engine){.backend = backend, .model = m, .max_seqs = limits.max_seqs};
     if (!model_has_context(m, context, e)) return false;
     limits.context = context ? context : m->context;
+    limits.allowed = &g->allowed;
     int wanted = pages_for((size_t)limits.context), pages = wanted * limits.max_seqs;
     g->step_tokens = (int)MIN(limits.max_tokens, (int64_t)pages * PAGE); /* all texts together have no more */
     limits.max_tokens = MAX(g->step_tokens, TOKENS_PER_ANSWER * g->max_seqs);
@@ -42,63 +43,6 @@ bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limit
 void engine_close(Engine *g) {
     if (g->state) g->backend->close(g->state);
     *g = (Engine){0};
-}
-
-/* ---- the draw on the host ---- */
-
-static int descending(const void *a, const void *b) {
-    float x = *(const float *)a, y = *(const float *)b;
-    return (x < y) - (x > y);
-}
-
-/* The smallest scaled logit that top-k, top-p and min-p keep. x is (n) and stays unchanged. */
-static float filter_floor(const float *x, int n, const Sampling *s) {
-    float *sorted = allocate((size_t)n * sizeof *sorted), floor = -INFINITY;
-    memcpy(sorted, x, (size_t)n * sizeof *sorted);
-    qsort(sorted, (size_t)n, sizeof *sorted, descending);
-    if (s->top_k > 0 && s->top_k < n) floor = sorted[s->top_k - 1];
-    if (s->top_p < 1) {
-        uint64_t total = 0, sum = 0;
-        for (int i = 0; i < n && sorted[i] >= floor; i++) total += mass(sorted[i], sorted[0]);
-        uint64_t keep = top_p_mass(total, s->top_p);
-        for (int i = 0; i < n && sum < keep; i++) {
-            sum += mass(sorted[i], sorted[0]);
-            floor = fmaxf(floor, sum < keep ? floor : sorted[i]);
-        }
-    }
-    if (s->min_p > 0) floor = fmaxf(floor, min_p_floor(sorted[0], s->min_p));
-    free(sorted);
-    return floor;
-}
-
-int draw_logits(float *logit, int vocab, const Sampling *s, int position, const bool *seen) {
-    for (int i = 0; i < vocab; i++) {
-        if (isnan(logit[i])) return DREW_NAN;
-        if (seen && seen[i]) logit[i] = penalize(logit[i], s->penalty);
-        if (s->temperature > 0) logit[i] = logit[i] / s->temperature;
-    }
-    bool filtered = s->temperature > 0 && (s->top_k > 0 || s->top_p < 1 || s->min_p > 0);
-    float floor = filtered ? filter_floor(logit, vocab, s) : -INFINITY;
-    uint64_t best = 0;
-    for (int i = 0; i < vocab; i++) {
-        if (!(logit[i] >= floor)) continue;
-        uint64_t key = draw_key(s->temperature > 0 ? logit[i] + token_noise(s->seed, position, i) : logit[i], i);
-        if (key > best) best = key;
-    }
-    return draw_id(best);
-}
-
-/* Draws for a stream with biases. */
-static int draw_biased(const Stream *t, const float *logits, int vocab) {
-    float *own = allocate((size_t)vocab * sizeof *own);
-    bool *seen = allocate_zero((size_t)vocab, sizeof *seen);
-    memcpy(own, logits, (size_t)vocab * sizeof *own);
-    for (int i = 0; i < t->biases; i++) own[t->bias[i].id] += t->bias[i].add;
-    for (size_t i = 0; i < t->tokens.n; i++) seen[t->tokens.data[i]] = true;
-    int token = draw_logits(own, vocab, &t->sampling, (int)t->tokens.n, seen);
-    free(own);
-    free(seen);
-    return token;
 }
 
 /* ---- scheduler ---- */
@@ -127,7 +71,7 @@ struct Scheduler {
     CachePage *page;
     TAILQ_HEAD(, CachePage) idle; /* pages that no stream uses, the longest unused first */
     void *known;                  /* tsearch's tree of the pages that have names */
-    uint64_t names;
+    uint64_t names, allowed;      /* allowed: the last Sampling.allowed */
     Ids slots, token, table;
     Step step[2];                  /* the one in flight and the next */
     double cost[MOST_STREAMS + 1]; /* [n]: seconds a token in a step that continues n texts and does nothing else */
@@ -255,11 +199,13 @@ void scheduler_remove(Scheduler *s, Stream *t) {
 static void add_tokens(Scheduler *s, Stream *t, size_t n) {
     Step *step = s->step + s->now.steps % 2;
     const size_t end = t->sent + n;
-    Want want = t->bias && t->want == WANT_TOKEN ? WANT_LOGITS : t->want;
+    Want want = t->want;
     if (end < t->tokens.n && (want != WANT_ALL_LOGITS || end < t->published)) want = WANT_NOTHING;
     const int i = step->n++;
     step->stream[i] = t, step->slot[i] = t->slot, step->sampling[i] = t->sampling, step->want[i] = want;
     step->start[i] = (int)t->sent, step->first[i + 1] = step->first[i] + (int)n;
+    step->sampling[i].answer = (int)t->prompt;
+    step->sampling[i].allowed = t->allow && end >= t->tokens.n ? ++s->allowed : 0;
     t->drawing += end >= t->tokens.n;
     for (; t->sent < end; t->sent++) ids_add(&s->token, t->sent < t->tokens.n ? t->tokens.data[t->sent] : -1);
 }
@@ -267,9 +213,9 @@ static void add_tokens(Scheduler *s, Stream *t, size_t n) {
 /* Has it more than one known token that is not computed? */
 static bool is_reading(const Stream *t) { return t->sent + 1 < t->tokens.n; }
 
-/* Can more of a stream be computed now? Draws on the host, or for a preempted stream, must be collected first. */
+/* Can more of a stream be computed now? Draws for a preempted stream must be collected first. */
 static bool is_ready(const Stream *t) {
-    return t->tokens.n + (size_t)t->drawing < t->most && (!t->drawing || (!t->bias && t->sent == t->tokens.n));
+    return t->tokens.n + (size_t)t->drawing < t->most && (!t->drawing || t->sent == t->tokens.n);
 }
 
 /* How many of n texts a step should continue. Kernels compute texts in tiles of 8 to 64, so 17 can take so much longer
@@ -286,14 +232,12 @@ static size_t texts_worth_a_step(const Scheduler *s, size_t n) {
 
 static void plan_step(Scheduler *s) {
     size_t answers = 0, readers = 0, ready = 0, k = 0;
-    bool biased = false; /* such a text is ready in every other step only */
     s->token.n = 0;
     for (size_t i = 0; i < s->now.running; i++) {
         readers += is_reading(s->stream[i]);
         ready += !is_reading(s->stream[i]) && is_ready(s->stream[i]);
-        biased |= s->stream[i]->bias != NULL;
     }
-    const size_t pauses = readers || biased ? 0 : ready - texts_worth_a_step(s, ready);
+    const size_t pauses = readers ? 0 : ready - texts_worth_a_step(s, ready);
     s->turn += pauses;
     for (size_t i = 0; i < s->now.running; i++) {
         Stream *t = s->stream[i];
@@ -352,7 +296,6 @@ static void take_results(Scheduler *s, Stream *t, size_t from, size_t n, int tok
     }
     if (from + n < t->tokens.n) return;
     if (rows) logits += (rows - 1) * vocab;
-    if (t->bias) token = draw_biased(t, logits, (int)vocab);
     t->drawing--;
     t->nan |= token == DREW_NAN;
     if (token >= 0) ids_add(&t->tokens, token);
@@ -379,11 +322,26 @@ static bool collect_step(Scheduler *s, Error *e) {
     return true;
 }
 
+/* Says which tokens the step just submitted may draw; all before them are known now. A draw for a stream that was
+ * removed must not wait either. */
+static void allow_tokens(const Scheduler *s) {
+    const Step *p = s->step + (s->now.steps - 1) % 2;
+    const Allowed *to = &s->engine->allowed;
+    const size_t words = howmany((size_t)s->engine->model->vocab, 32);
+    for (int i = 0; i < p->n; i++) {
+        if (!p->sampling[i].allowed) continue;
+        if (p->stream[i]) p->stream[i]->allow(p->stream[i], to->bits + (size_t)p->slot[i] * words);
+        __atomic_store_n(to->ready + p->slot[i], p->sampling[i].allowed, __ATOMIC_RELEASE);
+    }
+}
+
 bool scheduler_step(Scheduler *s, Error *e) {
     plan_step(s);
     const size_t planned = s->step[s->now.steps % 2].n > 0;
     if (planned && !submit_step(s, e)) return false;
-    return s->now.outstanding <= planned || collect_step(s, e);
+    const bool ok = s->now.outstanding <= planned || collect_step(s, e);
+    if (ok && planned) allow_tokens(s);
+    return ok;
 }
 
 bool scheduler_run(Scheduler *s, Stream *t, const volatile sig_atomic_t *stop, Error *e) {

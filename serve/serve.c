@@ -79,8 +79,8 @@ struct Request { /* a connection and its request */
     int n, tokens, top; /* answers to each prompt; tokens of an answer; logprobs for each token, or -1 */
     Sampling sampling;
     const char *stop[MOST_STOPS];
-    Bias *bias;
-    int stops, biases;
+    Bias *bias; /* (sampling.biases) */
+    int stops;
     /* answers */
     Choice *choice;
     int choices;
@@ -200,10 +200,10 @@ static bool check_model(Request *q) {
  * change nothing; -0 is 0. A space marks where a field begins. */
 #define UNSUPPORTED                                                                                                    \
     " add_generation_prompt=true allowed_token_ids= audio= bad_words=[] chat_template= continue_final_message=false "  \
-    "documents=[] frequency_penalty=0 function_call=\"auto\" function_call=\"none\" "                                  \
+    "documents=[] function_call=\"auto\" function_call=\"none\" "                                                      \
     "functions=[] grammar= guided_choice= guided_grammar= guided_json= guided_regex= include_reasoning=true "          \
     "include_stop_str_in_output=false json_schema= logits_processors= min_tokens=0 modalities=[\"text\"] "             \
-    "presence_penalty=0 prompt_logprobs= repeat_penalty=1 return_token_ids=false return_tokens_as_token_ids=false "    \
+    "prompt_logprobs= repeat_penalty=1 return_token_ids=false return_tokens_as_token_ids=false "                       \
     "stop_token_ids=[] structured_outputs= suffix=\"\" truncate_prompt_tokens= typical_p=1 use_beam_search=false "     \
     "verbosity=\"medium\" web_search_options="
 static const char of_chats[] =
@@ -242,12 +242,16 @@ static bool take_biases(Request *q) {
     const int vocab = server.s.checkpoint.model.vocab;
     const bool empty = cJSON_IsArray(all) && !all->child; /* as PHP writes an object without members */
     if (all && !cJSON_IsObject(all) && !empty) return fail(&q->error, 400, "logit_bias must be an object");
-    if (cJSON_GetArraySize(all)) q->bias = allocate((size_t)cJSON_GetArraySize(all) * sizeof *q->bias);
+    if (cJSON_GetArraySize(all) > MOST_BIASES)
+        return fail(&q->error, 400, "logit_bias has more than %d tokens", MOST_BIASES);
+    q->sampling.bias = q->bias = cJSON_GetArraySize(all) ? allocate(MOST_BIASES * sizeof *q->bias) : NULL;
     cJSON_ArrayForEach(each, all) {
-        Bias *bias = q->bias + q->biases++;
+        Bias *bias = q->bias + q->sampling.biases++, *same = q->bias;
         bias->add = (float)cJSON_GetNumberValue(each); /* or NaN */
         if (!text_whole(each->string, 0, vocab - 1, &bias->id) || !(bias->add >= -100 && bias->add <= 100))
             return fail(&q->error, 400, "logit_bias maps token ids below %d to numbers from -100 to 100", vocab);
+        while (same->id != bias->id) same++;
+        if (same < bias) return fail(&q->error, 400, "logit_bias has the token %d twice", bias->id);
     }
     return true;
 }
@@ -279,6 +283,8 @@ static bool take_request(Request *q) {
     s->top_p = fmaxf((float)number(q, "top_p", false, 0, 1, 1), 1e-30f);
     s->min_p = (float)number(q, "min_p", false, 0, 1, 0);
     s->penalty = (float)number(q, "repetition_penalty", false, 1e-3, 100, 1);
+    s->frequency = (float)number(q, "frequency_penalty", false, -2, 2, 0);
+    s->presence = (float)number(q, "presence_penalty", false, -2, 2, 0);
     if (s->min_p < 1e-30f) s->min_p = 0;
     if (q->error.code) return false;
     if (q->chat && q->top > 0 && !scored) return fail(&q->error, 400, "top_logprobs needs logprobs");
@@ -603,7 +609,7 @@ static bool add_choices(Request *q, const Ids *prompt) {
         Choice *c = q->choice + q->choices++;
         Stream *t = &c->stream;
         *c = (Choice){.request = q, .last = q->since, .scores = cJSON_CreateArray(), .reader.decoder.begun = !q->echo};
-        *t = (Stream){.prompt = prompt->n, .sampling = q->sampling, .bias = q->bias, .biases = q->biases};
+        *t = (Stream){.prompt = prompt->n, .sampling = q->sampling};
         bytes_text(&c->text, "");
         ids_append(&t->tokens, prompt->data, prompt->n);
         t->most = prompt->n + (q->tokens ? (size_t)q->tokens : 1);

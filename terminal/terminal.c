@@ -253,9 +253,10 @@ static bool slash_set(Play *p, const char *name, Error *e) {
         return fail(e, USAGE, "%s", e->text + strspn(e->text, "-")); /* here it is no option */
     if (n && option->kind == SEED) p->answers = 0;
     LocalText text =
-        text_print("temperature %g, top-k %d, top-p %g, min-p %g, repetition-penalty %g, seed %llu, max-tokens %d",
+        text_print("temperature %g, top-k %d, top-p %g, min-p %g, repetition-penalty %g, frequency-penalty %g, "
+                   "presence-penalty %g, seed %llu, max-tokens %d",
                    (double)s->temperature, s->top_k, (double)s->top_p, (double)s->min_p, (double)s->penalty,
-                   (unsigned long long)s->seed, settings.max_tokens);
+                   (double)s->frequency, (double)s->presence, (unsigned long long)s->seed, settings.max_tokens);
     put_text(stdout, NULL, "", text);
     return true;
 }

@@ -7,6 +7,10 @@
 #include <cuda_runtime_api.h>
 #include <fcntl.h>
 
+#ifndef EMULATED
+#define EMULATED 0 /* 1: on a processor (tests/emulated) */
+#endif
+
 /* ---- against goldens and the reference, stage by stage ---- */
 
 /* The error that rounding to bf16 causes in the reference at each stage of a prompt; `golden` has the right values. */
@@ -628,34 +632,53 @@ static void ten_runs_are_one(void) {
     for (int i = 0; i < STREAMS; i++) free(first[i]), free(again[i]);
 }
 
-/* For every combination of filters the card draws what the C sampler draws from the same logits. */
+/* For combinations of all that changes a draw the card draws what the C sampler draws from the same logits, which the
+ * card hands out as they were before. */
 static void samplers_agree(void) {
+    enum { LENGTH = 30, PROMPT = 18, BIASES = 40 };
     const float temperatures[] = {0, 0.5f, 1, 3}, top_ps[] = {1, 0.9f, 0.3f, 0.01f}, min_ps[] = {0, 0.05f, 0.5f},
-                penalties[] = {1, 1.3f, 0.7f};
+                penalties[] = {1, 1.3f, 0.7f}, frequencies[] = {0, 0.8f, -0.5f, 0.8f, 0}, presences[] = {0, 0, 1.5f};
     const int top_ks[] = {0, 1, 5, 40, 1000};
     Error e;
     Result r;
-    int length = 30, first[2] = {0, length}, slot = 0, start = 0, page[2] = {0, 1}, cases = 0;
+    int text[LENGTH], all[2] = {0, LENGTH}, single[2] = {0, 1}, slot = 2, start = 0, page[2] = {0, 1}, drawn[4] = {0};
+    uint64_t number = 0, random = 3;
     Want want = WANT_LOGITS;
-    float *logits = allocate(streams.vocab * 4);
-    bool *seen = allocate_zero(streams.vocab, 1);
-    for (int i = 0; i < length; i++) seen[streams.id[5][i]] = true;
-    for (size_t t = 0; t < 4; t++)
-        for (size_t k = 0; k < 5; k++)
-            for (size_t p = 0; p < 4; p++)
-                for (size_t q = 0; q < 3; q++)
-                    for (size_t f = 0; f < 3; f++) {
-                        Sampling how = {temperatures[t], top_ks[k],    top_ps[p],
-                                        min_ps[q],       penalties[f], 1000 + (uint64_t)cases++};
-                        Batch b = {1, 2, &slot, first, streams.id[5], &start, page, &how, &want};
-                        must(cuda.submit(streams.state, &b, &e) && cuda.collect(streams.state, &r, &e), &e);
-                        memcpy(logits, r.logits, streams.vocab * 4);
-                        int expected = draw_logits(logits, (int)streams.vocab, &how, length, seen);
-                        check(r.token[0] == expected, "case %d: token %d, the C sampler draws %d", cases, r.token[0],
-                              expected);
-                    }
-    free(logits);
-    free(seen);
+    float *given = allocate(streams.vocab * 4), *logits = allocate(streams.vocab * 4);
+    Bias bias[BIASES];
+    for (int i = 0; i < LENGTH; i++) text[i] = streams.id[5][i % 11];
+    Batch b = {1, 2, &slot, all, text, &start, page, &greedy, &want};
+    must(cuda.submit(streams.state, &b, &e) && cuda.collect(streams.state, &r, &e), &e);
+    b.first = single, b.token = text + LENGTH - 1, start = LENGTH - 1;
+    must(cuda.submit(streams.state, &b, &e) && cuda.collect(streams.state, &r, &e), &e);
+    memcpy(given, r.logits, streams.vocab * 4);
+    const int cases = thorough ? 4 * 5 * 4 * 3 * 3 * 5 * 3 : EMULATED ? 100 : 3000;
+    for (int i = 0; i < cases; i++) {
+        int at = thorough ? i : i * 7919 % 10800; /* of all combinations; 7919 is prime */
+        Sampling how = {.seed = 1000 + (uint64_t)i, .answer = PROMPT, .allowed = i % 3 ? 0 : ++number, .bias = bias};
+        how.temperature = temperatures[at % 4], at /= 4, how.top_k = top_ks[at % 5], at /= 5;
+        how.top_p = top_ps[at % 4], at /= 4, how.min_p = min_ps[at % 3], at /= 3;
+        how.penalty = penalties[at % 3], at /= 3;
+        how.frequency = frequencies[at % 5], at /= 5, how.presence = presences[at % 3];
+        for (int k = 0; i % 4 == 1 && k < BIASES; k++) /* 7 is prime to the size of the vocabulary */
+            bias[k] = (Bias){(int)(((size_t)(i + 7 * k)) % streams.vocab), (float)(k * 37 % 11) - 6};
+        how.biases = i % 4 == 1 || i % 4 == 2 ? BIASES : 0; /* once they change, and once they do not */
+        b.sampling = &how, want = i % 2 ? WANT_TOKEN : WANT_LOGITS;
+        must(cuda.submit(streams.state, &b, &e), &e);
+        if (how.allowed) allow(slot, -1, number, &random);
+        must(cuda.collect(streams.state, &r, &e), &e);
+        memcpy(logits, given, streams.vocab * 4);
+        const uint32_t *bits = streams.allowed.bits + (size_t)slot * ((streams.vocab + 31) / 32);
+        adjust(logits, (int)streams.vocab, &how, text, LENGTH, how.allowed ? bits : NULL);
+        int expected = draw(logits, (int)streams.vocab, &how, LENGTH), token = r.token[0];
+        check(token == expected, "case %d: token %d, the C sampler draws %d", i, token, expected);
+        check(!how.allowed || (token >= 0 && bits[token / 32] >> token % 32 & 1), "case %d: %d is not allowed", i,
+              token);
+        check(want == WANT_TOKEN || !memcmp(given, r.logits, streams.vocab * 4), "case %d: other logits", i);
+        drawn[i % 4] += token == largest(given, (int)streams.vocab);
+    }
+    for (int i = 0; i < 4; i++) check(drawn[i] < cases / 4, "all draws were the likeliest token");
+    free(given), free(logits);
 }
 
 static void take_nothing(Stream *t, size_t position, int token, const float *logits, bool last) {
@@ -767,10 +790,6 @@ static void each_cudamalloc_may_fail(void) {
 #include "gpu_encodings.c"
 #endif
 
-#ifndef EMULATED
-#define EMULATED 0 /* 1: on a processor (tests/emulated) */
-#endif
-
 /* What would take a processor minutes or hours. */
 static void run_long(void) {
     run("gpu: prompts of 1 to 5,000 tokens, gpt-oss's shapes and a small vocabulary", shapes_of_gpt_oss);
@@ -796,7 +815,6 @@ static void run_long(void) {
             golden_streams_pass);
         run(i ? "gpu: rewound = never there, heads of 64" : "gpu: rewound = never there", rewound_equals_never_there);
         run(i ? "gpu: ten runs, the same bits, heads of 64" : "gpu: ten runs, the same bits", ten_runs_are_one);
-        run(i ? "gpu: C and CUDA draw alike, heads of 64" : "gpu: C and CUDA draw alike", samplers_agree);
         if (i) run("gpu: memory is flat over 100 conversations", memory_is_flat);
         if (i) run("gpu: each cudaMalloc may fail", each_cudamalloc_may_fail);
         close_streams();
@@ -830,6 +848,12 @@ int main(int argc, char **argv) {
     run("gpu: the real scores and sinks, token by token", sinks_by_token);
     run("gpu: the real scores and sinks, one prompt", sinks_of_prompt);
     run("gpu: the real scores and sinks, F32", sinks_plain);
+    for (int i = 0; i < 2; i++) {
+        open_streams(&cuda, i ? "true_heads" : "odd");
+        run(i ? "gpu: C and CUDA draw alike, heads of 64" : "gpu: C and CUDA draw alike", samplers_agree);
+        if (i) run("gpu: a draw waits until it is told what it may draw", draws_wait);
+        close_streams();
+    }
     run("gpu: a NaN in a weight is named", nan_is_named);
     if (!EMULATED) run_long();
     return failures != 0;

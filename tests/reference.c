@@ -18,6 +18,7 @@
 #include <float.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 bool reference_rounds = false;
 
@@ -27,7 +28,8 @@ typedef struct { /* 64 positions of one sequence */
 } Page;
 
 typedef struct { /* a step that was submitted */
-    int *token;
+    Batch b;     /* with arrays of its own */
+    int *token;  /* NULL: it is not computed yet */
     float *logits;
     int rows;
 } Step;
@@ -478,22 +480,90 @@ static void block(Reference *r, int layer) {
 
 /* ---- from logits to a token ---- */
 
-/* Draws a token for sequence s of the batch from the logits of its last token. */
-static int sample(Reference *r, int s, const float *logits) {
-    const Sampling *how = r->b->sampling + s;
-    int vocab = r->m->vocab, length = r->b->start[s] + r->b->first[s + 1] - r->b->first[s];
-    float *copy = allocate((size_t)vocab * sizeof *copy);
-    bool *seen = how->penalty != 1 ? allocate_zero((size_t)vocab, sizeof *seen) : NULL;
-    for (int p = 0; seen && p < length; p++) seen[cache_page(r, s, p)->token[p % PAGE]] = true;
-    memcpy(copy, logits, (size_t)vocab * sizeof *copy);
-    int token = draw_logits(copy, vocab, how, length, seen);
-    free(copy);
+void adjust(float *logit, int vocab, const Sampling *how, const int *text, int n, const uint32_t *allowed) {
+    uint32_t *count = allocate_zero((size_t)vocab, sizeof *count);
+    bool *seen = allocate_zero((size_t)vocab, sizeof *seen);
+    for (int i = 0; i < how->biases; i++) logit[how->bias[i].id] += how->bias[i].add;
+    for (int p = 0; p < n; p++) seen[text[p]] = true, count[text[p]] += p >= how->answer;
+    for (int id = 0; id < vocab; id++)
+        if (seen[id]) logit[id] = penalized(logit[id], how, count[id]);
+    for (int id = 0; allowed && id < vocab; id++)
+        if (!(allowed[id / 32] >> id % 32 & 1)) logit[id] = -INFINITY;
+    free(count);
     free(seen);
-    return token;
+}
+
+static int descending(const void *a, const void *b) {
+    float x = *(const float *)a, y = *(const float *)b;
+    return (x < y) - (x > y);
+}
+
+/* The smallest scaled logit that top-k, top-p and min-p keep. x is (n) and stays unchanged. */
+static float filter(const float *x, int n, const Sampling *s) {
+    float *sorted = allocate((size_t)n * sizeof *sorted), floor = -INFINITY;
+    memcpy(sorted, x, (size_t)n * sizeof *sorted);
+    qsort(sorted, (size_t)n, sizeof *sorted, descending);
+    if (s->top_k > 0 && s->top_k < n) floor = sorted[s->top_k - 1];
+    if (s->top_p < 1) {
+        uint64_t total = 0, sum = 0;
+        for (int i = 0; i < n && sorted[i] >= floor; i++) total += mass(sorted[i], sorted[0]);
+        uint64_t keep = top_p_mass(total, s->top_p);
+        for (int i = 0; i < n && sum < keep; i++) {
+            sum += mass(sorted[i], sorted[0]);
+            floor = fmaxf(floor, sum < keep ? floor : sorted[i]);
+        }
+    }
+    if (s->min_p > 0) floor = fmaxf(floor, min_p_floor(sorted[0], s->min_p));
+    free(sorted);
+    return floor;
+}
+
+int draw(float *logit, int vocab, const Sampling *s, int position) {
+    for (int i = 0; i < vocab; i++) {
+        if (isnan(logit[i])) return DREW_NAN;
+        logit[i] = scaled(logit[i], s->temperature);
+    }
+    bool filtered = s->temperature > 0 && (s->top_k > 0 || s->top_p < 1 || s->min_p > 0);
+    float floor = filtered ? filter(logit, vocab, s) : -INFINITY;
+    uint64_t best = 0;
+    for (int i = 0; i < vocab; i++) {
+        if (!(logit[i] >= floor)) continue;
+        uint64_t key = draw_key(s->temperature > 0 ? logit[i] + token_noise(s->seed, position, i) : logit[i], i);
+        if (key > best) best = key;
+    }
+    return draw_id(best);
+}
+
+/* Waits for the tokens that a slot may draw. */
+static bool wait_for(const uint64_t *ready, uint64_t number, Error *e) {
+    for (int ms = 0; __atomic_load_n(ready, __ATOMIC_ACQUIRE) < number; ms++, usleep(1000))
+        if (ms == 1000) return fail(e, GPU_FAULT, "a draw waited a second for the tokens that it may draw");
+    return true;
+}
+
+/* Draws a token for sequence s of the batch from the logits of its last token. */
+static bool sample(Reference *r, int s, const float *logits, int *token, Error *e) {
+    const Sampling *how = r->b->sampling + s;
+    const uint32_t *bits = NULL;
+    int vocab = r->m->vocab, length = r->b->start[s] + r->b->first[s + 1] - r->b->first[s];
+    if (how->allowed) {
+        const Allowed *from = r->limits.allowed;
+        if (!wait_for(from->ready + r->b->slot[s], how->allowed, e)) return false;
+        bits = from->bits + (size_t)r->b->slot[s] * (size_t)divided(vocab, 32);
+    }
+    float *copy = allocate((size_t)vocab * sizeof *copy);
+    int *text = allocate((size_t)length * sizeof *text);
+    for (int p = 0; p < length; p++) text[p] = cache_page(r, s, p)->token[p % PAGE];
+    memcpy(copy, logits, (size_t)vocab * sizeof *copy);
+    adjust(copy, vocab, how, text, length, bits);
+    *token = draw(copy, vocab, how, length);
+    free(copy);
+    free(text);
+    return true;
 }
 
 /* The requested logits, and the draws. */
-static void head(Reference *r, Step *step) {
+static bool head(Reference *r, Step *step, Error *e) {
     const Model *m = r->m;
     const Batch *b = r->b;
     int *row = allocate((size_t)(r->tokens + 1) * sizeof *row), n = 0;
@@ -512,10 +582,12 @@ static void head(Reference *r, Step *step) {
     step->token = allocate((size_t)b->seqs * sizeof *step->token);
     step->logits = logits;
     step->rows = 0;
-    for (int s = 0, i = 0; s < b->seqs; s++) {
+    bool ok = true;
+    for (int s = 0, i = 0; ok && s < b->seqs; s++) {
         int rows = b->want[s] == WANT_NOTHING ? 0 : b->want[s] == WANT_ALL_LOGITS ? b->first[s + 1] - b->first[s] : 1;
         const float *last = logits + (size_t)(i + rows - 1) * (size_t)m->vocab;
-        step->token[s] = rows ? sample(r, s, last) : DREW_NOTHING;
+        step->token[s] = DREW_NOTHING;
+        ok = !rows || sample(r, s, last, step->token + s, e);
         if (rows) r->drawn[b->slot[s]] = step->token[s];
         if (b->want[s] == WANT_LOGITS || b->want[s] == WANT_ALL_LOGITS) { /* keep the requested ones */
             memmove(logits + (size_t)step->rows * (size_t)m->vocab, logits + (size_t)i * (size_t)m->vocab,
@@ -526,13 +598,14 @@ static void head(Reference *r, Step *step) {
     }
     free(row);
     free(in);
+    return ok;
 }
 
 /* ---- the border ---- */
 
-static void forward(Reference *r, const Batch *b, Step *step) {
+static bool forward(Reference *r, Step *step, Error *e) {
     const Model *m = r->m;
-    r->b = b;
+    const Batch *b = r->b = &step->b;
     r->tokens = b->first[b->seqs];
     size_t rows = (size_t)m->n_layers * PAGE;
     for (int s = 0; s < b->seqs; s++) {
@@ -557,7 +630,7 @@ static void forward(Reference *r, const Batch *b, Step *step) {
         }
     }
     for (int i = 0; i < m->n_layers; i++) block(r, i);
-    head(r, step);
+    return head(r, step, e);
 }
 
 /* As its file encodes them; a tied embedding and head count once. */
@@ -604,6 +677,10 @@ static void *reference_open(const Model *m, const Limits *limits, int *pages, Er
     r->v_row = latent ? 0 : m->n_kv_heads * m->v_dim;
     r->page = allocate_zero((size_t)*pages, sizeof *r->page); /* memory is used once they are written */
     r->drawn = allocate_zero((size_t)limits->max_seqs, sizeof *r->drawn);
+    if (limits->allowed) {
+        size_t slots = (size_t)limits->max_seqs, words = (size_t)divided(m->vocab, 32);
+        *limits->allowed = (Allowed){allocate_zero(slots, sizeof(uint64_t)), allocate_zero(slots * words, 4)};
+    }
     r->seq = allocate(T * sizeof *r->seq);
     r->position = allocate(T * sizeof *r->position);
     r->id = allocate(T * sizeof *r->id);
@@ -627,22 +704,44 @@ static void *reference_open(const Model *m, const Limits *limits, int *pages, Er
     return r;
 }
 
+static void *copy_of(const void *from, int n, size_t size) {
+    void *to = allocate((size_t)n * size);
+    return n ? memcpy(to, from, (size_t)n * size) : to;
+}
+
+/* A draw may wait for what the caller stores after submit has returned. So a step is computed when it is collected, or
+ * when the next is submitted. */
 static bool reference_submit(void *state, const Batch *b, Error *e) {
     Reference *r = state;
     if (r->outstanding == 2) return fail(e, FAILED, "submit: two steps are outstanding; collect one");
-    forward(r, b, r->step + 1 + r->outstanding++);
+    if (r->outstanding && !forward(r, r->step + 1, e)) return false;
+    Sampling *how = copy_of(b->sampling, b->seqs, sizeof *how);
+    for (int s = 0; s < b->seqs; s++) how[s].bias = copy_of(how[s].bias, how[s].biases, sizeof *how->bias);
+    r->step[1 + r->outstanding++].b = (Batch){b->seqs,
+                                              b->max_pages,
+                                              copy_of(b->slot, b->seqs, sizeof *b->slot),
+                                              copy_of(b->first, b->seqs + 1, sizeof *b->first),
+                                              copy_of(b->token, b->first[b->seqs], sizeof *b->token),
+                                              copy_of(b->start, b->seqs, sizeof *b->start),
+                                              copy_of(b->page, b->seqs * b->max_pages, sizeof *b->page),
+                                              how,
+                                              copy_of(b->want, b->seqs, sizeof *b->want)};
     return true;
 }
 
 static void step_free(Step *step) {
-    free(step->token);
-    free(step->logits);
+    const Batch *b = &step->b;
+    for (int s = 0; s < b->seqs; s++) free((void *)b->sampling[s].bias);
+    const void *owned[] = {b->slot,     b->first, b->token,    b->start,    b->page,
+                           b->sampling, b->want,  step->token, step->logits};
+    for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free((void *)owned[i]);
     *step = (Step){0};
 }
 
 static bool reference_collect(void *state, Result *result, Error *e) {
     Reference *r = state;
     if (!r->outstanding) return fail(e, FAILED, "collect: no step is outstanding");
+    if (!r->step[1].token && !forward(r, r->step + 1, e)) return false;
     step_free(r->step);
     r->step[0] = r->step[1];
     r->step[1] = r->step[2];
@@ -659,6 +758,7 @@ static void reference_close(void *state) {
         free(r->page[i].v);
     }
     for (int i = 0; i < 3; i++) step_free(r->step + i);
+    if (r->limits.allowed) free(r->limits.allowed->ready), free(r->limits.allowed->bits);
     void *owned[] = {r->page,   r->drawn,  r->seq,    r->position, r->id,    r->x,     r->normed,
                      r->q,      r->k,      r->v,      r->attn,     r->q_low, r->query, r->mean,
                      r->router, r->expert, r->weight, r->gate,     r->up,    r->down,  r->shared};

@@ -6,6 +6,11 @@
 
 #include <assert.h>
 
+/* The draw at `position` from logits (vocab), as a sequence with the ids text (n) makes it: both change the logits.
+ * allowed: bits as in Allowed, or NULL. DREW_NAN if a logit is NaN. */
+void adjust(float *logits, int vocab, const Sampling *how, const int *text, int n, const uint32_t *allowed);
+int draw(float *logits, int vocab, const Sampling *how, int position);
+
 /* Round to bf16 exactly where infer.cu does. Off by default: then nothing is rounded but to float between stages. */
 extern bool reference_rounds;
 

@@ -5,6 +5,10 @@
 
 #include "check.h"
 
+#include <pthread.h>
+#include <time.h>
+#include <unistd.h>
+
 enum { STREAMS = 17, LONGEST = 100, PAGES_EACH = 2 };
 
 static struct {
@@ -12,6 +16,7 @@ static struct {
     const char *fixture;
     Checkpoint c;
     void *state;
+    Allowed allowed;
     size_t vocab;
     int id[STREAMS][LONGEST], length[STREAMS];
 } streams;
@@ -25,6 +30,7 @@ static void open_streams(const Backend *backend, const char *fixture) {
     streams.backend = backend, streams.fixture = fixture;
     must(checkpoint_open(&streams.c, path, &e), &e);
     Limits limits = {.context = PAGES_EACH * PAGE, .max_seqs = STREAMS, .max_tokens = STREAMS * LONGEST};
+    limits.allowed = &streams.allowed;
     streams.state = backend->open(&streams.c.model, &limits, &pages, &e);
     must(streams.state, &e);
     streams.vocab = (size_t)streams.c.model.vocab;
@@ -83,6 +89,55 @@ static void feed(const int *which, int n, int chunk, int from, float **logits) {
             memcpy(logits[row[at]] + (size_t)start[at] * streams.vocab, r.logits + (size_t)first[at] * streams.vocab,
                    (size_t)(first[at + 1] - first[at]) * streams.vocab * 4);
     }
+}
+
+/* Lets a slot draw one token only, or with -1 tokens at random, and says so to the draw that waits for `number`. */
+static void allow(int slot, int only, uint64_t number, uint64_t *random) {
+    const size_t words = (streams.vocab + 31) / 32;
+    uint32_t *bits = streams.allowed.bits + (size_t)slot * words;
+    for (size_t i = 0; i < words; i++) {
+        int halves[2];
+        fill_random(halves, 2, 1 << 16, random);
+        bits[i] = (uint32_t)halves[0] << 16 | (uint32_t)halves[1];
+    }
+    if (only >= 0) memset(bits, 0, words * 4), bits[only / 32] = 1u << only % 32;
+    __atomic_store_n(streams.allowed.ready + slot, number, __ATOMIC_RELEASE);
+}
+static void *allow_late(void *only) {
+    usleep(300000);
+    return allow(3, (int)(intptr_t)only, 2, &(uint64_t){1}), NULL;
+}
+
+/* A draw waits until it is told which tokens it may draw, after submit or later, but no longer than a second. Another
+ * draw of the same step is not changed. */
+static void draws_wait(void) {
+    const int tokens[2] = {5, 6}, first[3] = {0, 1, 2}, slot[2] = {3, 4}, start[2] = {0}, page[2] = {0, 1};
+    const Want want[2] = {WANT_TOKEN, WANT_LOGITS};
+    Sampling how[2] = {greedy, greedy};
+    Batch b = {2, 1, slot, first, tokens, start, page, how, want};
+    Result r;
+    Error e;
+    pthread_t thread;
+    struct timespec begun, ended;
+    must(streams.backend->submit(streams.state, &b, &e) && streams.backend->collect(streams.state, &r, &e), &e);
+    const int free[2] = {r.token[0], r.token[1]}, other = (free[0] + 9) % (int)streams.vocab;
+    for (uint64_t number = 1; number <= 2; number++) {
+        how[0].allowed = number;
+        must(streams.backend->submit(streams.state, &b, &e), &e);
+        if (number == 1) allow(3, other, 1, &(uint64_t){1});
+        if (number == 2) check(!pthread_create(&thread, NULL, allow_late, (void *)(intptr_t)free[1]), "no thread");
+        must(streams.backend->collect(streams.state, &r, &e), &e);
+        check(r.token[0] == (number == 1 ? other : free[1]) && r.token[1] == free[1], "draw %d: tokens %d and %d",
+              (int)number, r.token[0], r.token[1]);
+    }
+    pthread_join(thread, NULL);
+    how[0].allowed = 3;
+    clock_gettime(CLOCK_MONOTONIC, &begun);
+    must(streams.backend->submit(streams.state, &b, &e), &e);
+    check(!streams.backend->collect(streams.state, &r, &e) && e.code == GPU_FAULT,
+          "a draw that waits in vain ends well");
+    clock_gettime(CLOCK_MONOTONIC, &ended);
+    check(ended.tv_sec - begun.tv_sec + (ended.tv_nsec - begun.tv_nsec) / 1e9 >= 1, "it waited less than a second");
 }
 
 /* For the logits of a stream. */

@@ -174,7 +174,8 @@ WRONG = [  # arguments behind `play PARROT`, exit code, words of the message
     *((["-p", "x", f"--{o}", v], 2, [o]) for o, values in (
         ("temperature", ["-1", "x", "", "nan", "inf", "101", "1x"]), ("top-k", ["-1", "1.5", "x"]),
         ("top-p", ["0", "-1", "1.1", "x", "nan"]), ("min-p", ["-0.1", "1.1", "x"]),
-        ("repetition-penalty", ["0", "-1", "x", "1e9"]), ("seed", ["-1", "x", "1.5", "18446744073709551616"]),
+        ("repetition-penalty", ["0", "-1", "x", "1e9"]), ("frequency-penalty", ["2.1", "-2.1", "x"]),
+        ("presence-penalty", ["3", "-3"]), ("seed", ["-1", "x", "1.5", "18446744073709551616"]),
         ("max-tokens", ["-1", "x", "1.5", "9999999999"]), ("ctx", ["0", "-1", "x", "99999999999"]),
         ("gpu", ["-1", "x"]))
       for v in values),
@@ -485,7 +486,8 @@ def test_default_settings():
         shown = t.say("/set")
         same(t.say("/set temperature hot"), "temperature must be 0 to 100, not 'hot'\n", "a wrong setting")
         same(t.say("/set zebra 1"), "there is no setting 'zebra'; /set shows all\n", "no setting")
-        for setting in ("temperature 1", "top-k 0", "top-p 1", "min-p 0", "repetition-penalty 1", "max-tokens 0"):
+        for setting in ("temperature 1", "top-k 0", "top-p 1", "min-p 0", "repetition-penalty 1", "frequency-penalty 0",
+                        "presence-penalty 0", "max-tokens 0"):
             expect(re.search(rf"\b{setting}\b(?!\.)", shown), f"not {setting}: {shown!r}")
 
 

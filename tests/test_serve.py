@@ -156,6 +156,7 @@ def requests(n, seed=1):
                      "ignore_eos": True, **({"logprobs": 1} if i % 3 == 0 else {}),
                      **({"top_p": 0.9, "top_k": 50} if i % 5 == 0 else {}),
                      **({"repetition_penalty": 1.3} if i % 7 == 0 else {}),
+                     **({"frequency_penalty": 0.7, "presence_penalty": -0.3} if i % 5 == 0 else {}),
                      **({"logit_bias": {"17": 3.5, "99": -100}} if i % 11 == 0 else {})})
     return made
 
@@ -294,6 +295,31 @@ def test_text_without_control_tokens():
     same("".join(tokens), text, "the whole text")
     expect(tokens[0] == "<|start|>" and "<|end|>" in tokens[2:] and "x" in tokens[2:], f"a bad seed: {tokens}")
     same(bare, "x" * tokens.count("x"), "the text without them")
+
+
+def test_penalties_and_biases():
+    """At temperature 0 each token is the likeliest after OpenAI's formula: logit + bias - times in the answer * frequency
+    penalty - presence penalty if it is there. Logprobs are those before; the prompt does not count."""
+    a, b = "ab"
+    with Server(TINY, program=PLAIN) as s:
+        ids = {letter: str(s.post("/tokenize", {"prompt": letter})["tokens"][-1]) for letter in "ab"}
+        body = {"prompt": "Once upon", "max_tokens": 30, "temperature": 0, "logprobs": 20, "ignore_eos": True}
+        plain = s.post(TEXT, body)["choices"][0]
+        for frequency, presence, biases in ((2, 0, {}), (0, 2, {}), (0.5, 1.5, {}), (-2, -1, {}), (0, 0, {a: 9, b: 8.5}),
+                                            (2, 1, {a: 20, b: 20.5})):
+            found = s.post(TEXT, {**body, "frequency_penalty": frequency, "presence_penalty": presence,
+                                  "logit_bias": {ids[letter]: bias for letter, bias in biases.items()}})["choices"][0]
+            scores, seen = found["logprobs"], []
+            same(scores["top_logprobs"][0], plain["logprobs"]["top_logprobs"][0] | {
+                scores["tokens"][0]: scores["token_logprobs"][0]}, "logprobs of the first token")
+            for token, top in zip(scores["tokens"], scores["top_logprobs"]):
+                def left(t):
+                    return top[t] + biases.get(t, 0) - frequency * seen.count(t) - presence * (t in seen)
+                expect(left(token) >= max(map(left, top)) - 1e-4, f"{frequency}, {presence}: {token!r} of {top} after {seen}")
+                seen.append(token)
+            expect(found["text"] != plain["text"], f"{frequency}, {presence}, {biases} change nothing")
+            if frequency > 0 and biases:
+                expect(seen.count(a) > 3 and seen.count(b) > 3, f"not in turn: {seen}")
 
 
 def test_offsets_count_letters():
@@ -467,10 +493,11 @@ def test_bad_bodies():
         fine = {"prompt": [1], "max_tokens": 1}
         for key, values in {"max_tokens": [-1, 2 ** 63, "5", 1.5], "n": [0, 10 ** 6, "1"],
                             "temperature": [-1, "hot", 101], "stop": [5, [5], ["x"] * 65],
-                            "top_p": [-0.1, 1.1], "logit_bias": [{"999999": 1}, {"x": 1}, {"-1": 1}, {"1": 101}, [1], 5],
+                            "top_p": [-0.1, 1.1], "logit_bias": [{"999999": 1}, {"x": 1}, {"-1": 1}, {"1": 101}, [1], 5,
+                                                                {"7": 1, "07": 1}, {str(i): 1 for i in range(1025)}],
                             "prompt": [None, {}, [401, -1], [1e9], [1.5], [[1], 2], [], ["", "x"], 5],
                             "stream": ["yes"], "seed": ["x", 2 ** 64, -2 ** 64, 0.5], "logprobs": [True, 21], "suffix": ["x"],
-                            "frequency_penalty": [0.5], "presence_penalty": [1], "min_p": [2], "top_k": [-2],
+                            "frequency_penalty": [2.1, -2.1, "x"], "presence_penalty": [3, -3], "min_p": [2], "top_k": [-2],
                             "repetition_penalty": [0, -1]}.items():
             for value in values:
                 s.refuses(TEXT, {**fine, key: value}, "" if key in ("prompt",) else key.split("_")[0])
@@ -519,7 +546,7 @@ def test_fields_that_are_not_supported():
     both = {"best_of": ([1], [2, "x"]), "truncate_prompt_tokens": ([], [5]), "include_reasoning": ([True], [False]),
             "repeat_penalty": ([1], [1.1]), "typical_p": ([1], [0.5]), "return_token_ids": ([False], [True]),
             "return_tokens_as_token_ids": ([False], [True]),
-            "suffix": ([""], ["x"]), "frequency_penalty": ([0, 0.0, -0.0], [0.5]),
+            "suffix": ([""], ["x"]), "frequency_penalty": ([0, -2, 2], [2.5]), "presence_penalty": ([0, 0.5], [-3]),
             "min_tokens": ([0], [5]), "stop_token_ids": ([[]], [[5]]), "bad_words": ([[]], [["x"]]),
             "modalities": ([["text"]], [["audio"], "text"]), "function_call": (["auto", "none"], [name]),
             "documents": ([[]], [["x"]]), "functions": ([[]], [[{}]]),

@@ -301,18 +301,29 @@ static void draws_follow_transformers(void) {
     cJSON_ArrayForEach(one, cases) {
         float *logits = numbers(json_get(one, "logits"), VOCAB), *p = numbers(json_get(one, "probabilities"), VOCAB),
               copy[VOCAB];
-        bool marked[VOCAB] = {0};
-        int count[VOCAB] = {0};
-        cJSON_ArrayForEach(id, json_get(one, "seen")) marked[id->valueint] = true;
+        Bias bias[VOCAB];
+        int count[VOCAB] = {0}, text[VOCAB], n = 0, biases = 0;
+        cJSON_ArrayForEach(id, json_get(one, "seen")) text[n++] = id->valueint;
+        const int prompt = n;
+        cJSON_ArrayForEach(id, json_get(one, "answer")) text[n++] = id->valueint;
+        cJSON_ArrayForEach(id, json_get(one, "bias")) bias[biases++] =
+            (Bias){id->child->valueint, (float)id->child->next->valuedouble};
+        const cJSON *frequency = json_get(one, "frequency"), *presence = json_get(one, "presence");
         Sampling how = {.temperature = (float)json_get(one, "temperature")->valuedouble,
                         .top_k = json_get(one, "top_k")->valueint,
                         .top_p = (float)json_get(one, "top_p")->valuedouble,
                         .min_p = (float)json_get(one, "min_p")->valuedouble,
                         .penalty = (float)json_get(one, "penalty")->valuedouble,
-                        .seed = 42};
+                        .frequency = frequency ? (float)frequency->valuedouble : 0,
+                        .presence = presence ? (float)presence->valuedouble : 0,
+                        .answer = prompt,
+                        .seed = 42,
+                        .bias = bias,
+                        .biases = biases};
         for (int i = 0; i < draws; i++) {
             memcpy(copy, logits, sizeof copy);
-            count[draw_logits(copy, VOCAB, &how, i, marked)]++;
+            adjust(copy, VOCAB, &how, text, n, NULL);
+            count[draw(copy, VOCAB, &how, i)]++;
         }
         for (int i = 0; i < VOCAB; i++) {
             double expected = draws * (double)p[i], spread = sqrt(expected * (1 - (double)p[i]));
@@ -322,10 +333,11 @@ static void draws_follow_transformers(void) {
         }
         how.temperature = 0;
         memcpy(copy, logits, sizeof copy);
-        for (int i = 0; i < VOCAB; i++)
-            if (marked[i]) logits[i] = penalize(logits[i], how.penalty);
-        check(draw_logits(copy, VOCAB, &how, 0, marked) == largest(logits, VOCAB),
-              "case %d: temperature 0 is not the largest", number);
+        adjust(copy, VOCAB, &how, text, n, NULL);
+        check(p[largest(copy, VOCAB)] == p[largest(p, VOCAB)], "case %d: not the likeliest is the largest", number);
+        memcpy(logits, copy, sizeof copy);
+        check(draw(copy, VOCAB, &how, 0) == largest(logits, VOCAB), "case %d: temperature 0 is not the largest",
+              number);
         free(logits);
         free(p);
         number++;
@@ -353,7 +365,14 @@ static void take_of_text(Stream *t, size_t position, int token, const float *log
     texts[i].over = last;
 }
 
-/* Prompts with beginnings in common, and what the model writes behind each of them. */
+static const Bias some_biases[] = {{3, 4}, {17, -100}, {40, 2.5f}};
+/* A third of the tokens, another one for each length of the text. */
+static void allow_some(Stream *t, uint32_t *bits) {
+    memset(bits, 0, (streams.vocab + 31) / 32 * sizeof *bits);
+    for (size_t id = t->tokens.n % 3; id < streams.vocab; id += 3) bits[id / 32] |= 1u << id % 32;
+}
+
+/* Prompts with beginnings in common, and what the model writes behind each of them, one token a step. */
 static void make_texts(Engine *g, int n) {
     uint64_t random = 7;
     for (int i = 0; i < n; i++) {
@@ -366,6 +385,9 @@ static void make_texts(Engine *g, int n) {
         t->most = t->prompt + 1 + (size_t)common[2] % 90;
         t->sampling =
             (Sampling){.temperature = i % 5 ? 1 : 0, .top_p = 1, .penalty = i % 3 ? 1 : 1.2f, .seed = (uint64_t)i};
+        if (i % 4 == 1) t->sampling.bias = some_biases, t->sampling.biases = 3;
+        if (i % 4 == 2) t->sampling.frequency = 0.7f, t->sampling.presence = 0.4f;
+        t->sampling.answer = (int)t->prompt;
         t->want = i % 4 ? WANT_TOKEN : WANT_LOGITS;
         t->take = take_of_text;
         t->owner = (void *)(intptr_t)i;
@@ -373,13 +395,22 @@ static void make_texts(Engine *g, int n) {
         texts[i].leaves = i % 9 == 4 ? texts[i].arrives + i % 40 : 1 << 30;
         ids_append(&texts[i].expected, t->tokens.data, t->tokens.n);
         while (texts[i].expected.n < t->most) ids_add(&texts[i].expected, 0);
-        write_text(g, texts[i].expected.data, t->prompt, t->most, &t->sampling);
+        if (i % 6 == 5) t->allow = allow_some;
+        for (size_t at = 0; at + 1 < t->most; at++) {
+            const bool draws = at + 1 >= t->prompt;
+            t->tokens.n = at + 1;
+            if (t->allow && draws) t->allow(t, g->allowed.bits), g->allowed.ready[0] = t->sampling.allowed = at + 1;
+            Result r = run_text(g, texts[i].expected.data, at, at + 1, draws ? WANT_TOKEN : WANT_NOTHING, &t->sampling);
+            if (draws) texts[i].expected.data[at + 1] = r.token[0];
+        }
+        t->tokens.n = t->prompt, t->sampling.allowed = 0;
     }
+    g->allowed.ready[0] = 0;
 }
 
 /* Whatever comes together with it, leaves, or takes its pages, each text is the one that is written alone, and in the
- * end nobody has a page. `bias`: one that changes nothing, so that the host draws half of the texts. */
-static void schedule_texts(const Bias *bias) {
+ * end nobody has a page. */
+static void scheduled_equals_alone(void) {
     Error e;
     Engine g;
     const int n = thorough ? SEVERAL : 16;
@@ -388,8 +419,6 @@ static void schedule_texts(const Bias *bias) {
     must(engine_open(&g, &reference, &streams.c.model, limits, 256, &e), &e);
     at("alone");
     make_texts(&g, n);
-    for (int i = 1; bias && i < n; i += 2)
-        texts[i].stream.bias = bias, texts[i].stream.biases = 1, texts[i].stream.want = WANT_LOGITS;
     at("among others");
     Scheduler *s = scheduler_open(&g);
     SchedulerState state = {0};
@@ -419,8 +448,6 @@ static void schedule_texts(const Bias *bias) {
     engine_close(&g);
     close_streams();
 }
-static void scheduled_equals_alone(void) { schedule_texts(NULL); }
-static void scheduled_and_biased_equals_alone(void) { schedule_texts(&(Bias){0}); }
 
 enum { TURN_PROMPT = 130, TURN_TEXT = 200 };
 
@@ -526,13 +553,12 @@ static bool collect_timed(void *state, Result *r, Error *e) {
 
 /* Writes all texts from two tokens each, and returns how many steps of all there were for one of eight. All get on
  * alike, and no text changes. */
-static double all_for_one_of_eight(Scheduler *s, int id[][ODD_LENGTH + 1], const Sampling *how, const Bias *bias) {
+static double all_for_one_of_eight(Scheduler *s, int id[][ODD_LENGTH + 1], const Sampling *how) {
     Error e;
     Stream t[ODD_TEXTS];
     memset(steps_of, 0, sizeof steps_of);
     for (int i = 0; i < ODD_TEXTS; i++) {
         t[i] = (Stream){.prompt = 2, .most = ODD_LENGTH, .sampling = *how, .want = WANT_TOKEN};
-        t[i].bias = bias, t[i].biases = bias != NULL;
         ids_append(&t[i].tokens, id[i], 2);
         scheduler_add(s, t + i);
     }
@@ -550,9 +576,8 @@ static double all_for_one_of_eight(Scheduler *s, int id[][ODD_LENGTH + 1], const
 }
 
 /* Texts pause while a step of all takes twice as long as one of eight, whatever one step took. When it takes as long
- * as one of eight, that is found out. Texts drawn on the host, which are ready in turn, never pause. */
+ * as one of eight, that is found out. */
 static void texts_pause_in_turn(void) {
-    static const Bias nothing;
     Error e;
     Engine g;
     Backend timed = reference;
@@ -569,24 +594,28 @@ static void texts_pause_in_turn(void) {
     }
     Scheduler *s = scheduler_open(&g);
     seconds_of_all = 2;
-    double ratio = all_for_one_of_eight(s, id, &how, NULL);
+    double ratio = all_for_one_of_eight(s, id, &how);
     check(ratio < 0.25, "%g steps of all for one of eight, which takes half as long", ratio);
-    ratio = all_for_one_of_eight(s, id, &how, &nothing);
-    check(ratio > 4, "%g steps of all for one of eight on the host", ratio);
     seconds_of_all = 1;
-    for (int i = 0; i < 10; i++) ratio = all_for_one_of_eight(s, id, &how, NULL);
+    for (int i = 0; i < 10; i++) ratio = all_for_one_of_eight(s, id, &how);
     check(ratio > 4, "%g steps of all for one of eight, which takes as long", ratio);
     scheduler_close(s);
     engine_close(&g);
     close_streams();
 }
 
+static void odd_draws_wait(void) {
+    open_streams(&reference, "odd");
+    draws_wait();
+    close_streams();
+}
+
 static void equals_and_nan(void) {
     float equal[4] = {1, 3, 3, 2}, nan[4] = {1, NAN, 3, 2}, infinite[4] = {-INFINITY, -INFINITY, 0, -INFINITY};
     Sampling warm = {.temperature = 1, .top_p = 1, .penalty = 1};
-    check(draw_logits(equal, 4, &greedy, 0, NULL) == 1, "of equals not the lowest id");
-    check(draw_logits(nan, 4, &greedy, 0, NULL) == DREW_NAN, "a NaN went unnoticed");
-    check(draw_logits(infinite, 4, &warm, 0, NULL) == 2, "drew what is impossible");
+    check(draw(equal, 4, &greedy, 0) == 1, "of equals not the lowest id");
+    check(draw(nan, 4, &greedy, 0) == DREW_NAN, "a NaN went unnoticed");
+    check(draw(infinite, 4, &warm, 0) == 2, "drew what is impossible");
 }
 
 /* ---- text ---- */
@@ -824,12 +853,12 @@ int main(int argc, char **argv) {
     run("unit: rewound = never there", odd_rewound_equals_never_there);
     run("unit: turns reuse the cache, fill the context, give pages back", turns_reuse_the_cache);
     run("unit: scheduled among others, with few pages = alone", scheduled_equals_alone);
-    run("unit: scheduled among others that the host draws = alone", scheduled_and_biased_equals_alone);
     run("unit: a step of many answers has room for a prompt", many_answers_lengthen_steps);
     run("unit: texts pause in turn while steps of fewer are faster", texts_pause_in_turn);
     run("unit: ln, exp, Philox", logarithm_and_exponential);
     run("unit: draws follow transformers' processors", draws_follow_transformers);
     run("unit: equals and NaN", equals_and_nan);
+    run("unit: a draw waits until it is told what it may draw", odd_draws_wait);
     run("unit: invalid UTF-8", invalid_utf8);
     run("unit: tokens without a row", tokens_without_a_row);
     run("unit: what the model writes in others' names is its own", roles_are_not_taken);

@@ -8,6 +8,7 @@ __asm__(".globl emulated_switch\nemulated_switch:\n"
         "push %rbp\npush %rbx\npush %r12\npush %r13\npush %r14\npush %r15\nmov %rsp,(%rdi)\n"
         "mov %rsi,%rsp\npop %r15\npop %r14\npop %r13\npop %r12\npop %rbx\npop %rbp\nret\n");
 
+using emulated::finish;
 using emulated::submit;
 using emulated::Work;
 
@@ -38,28 +39,29 @@ cudaError_t cudaMalloc(void **p, size_t n) {
 }
 cudaError_t cudaFree(void *p) {
     size_t *all = p ? (size_t *)((char *)p - 1024) : NULL;
+    finish();
     if (all) taken -= *all;
     return free(all), cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void **p, size_t n, unsigned) {
     return *p = aligned_alloc(64, (n + 63) / 64 * 64), cudaSuccess;
 }
-cudaError_t cudaFreeHost(void *p) { return free(p), cudaSuccess; }
+cudaError_t cudaFreeHost(void *p) { return finish(), free(p), cudaSuccess; }
 cudaError_t cudaMemcpy(void *to, const void *from, size_t n, cudaMemcpyKind) {
-    return memcpy(to, from, n), cudaSuccess;
+    return finish(), memcpy(to, from, n), cudaSuccess;
 }
-cudaError_t cudaMemset(void *to, int x, size_t n) { return memset(to, x, n), cudaSuccess; }
+cudaError_t cudaMemset(void *to, int x, size_t n) { return finish(), memset(to, x, n), cudaSuccess; }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, cudaMemcpyKind, cudaStream_t) {
     return submit([=] { memcpy(to, from, n); }), cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned) { return *s = (cudaStream_t)malloc(1), cudaSuccess; }
-cudaError_t cudaStreamDestroy(cudaStream_t s) { return free(s), cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaStreamDestroy(cudaStream_t s) { return finish(), free(s), cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return finish(), cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() { return finish(), cudaSuccess; }
 cudaError_t cudaEventCreate(cudaEvent_t *e) { return *e = (cudaEvent_t)malloc(1), cudaSuccess; }
 cudaError_t cudaEventDestroy(cudaEvent_t e) { return free(e), cudaSuccess; }
 cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return finish(), cudaSuccess; }
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent_t) { return *ms = 1, cudaSuccess; }
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
@@ -73,7 +75,7 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t *made, cudaGraph_t g, unsigned 
     return *made = (cudaGraphExec_t) new Work(*(Work *)g), cudaSuccess;
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t made, cudaStream_t) {
-    for (auto &work : *(Work *)made) work();
+    for (auto &work : *(Work *)made) submit(work);
     return cudaSuccess;
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t g) { return delete (Work *)g, cudaSuccess; }

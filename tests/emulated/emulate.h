@@ -19,6 +19,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -145,11 +146,22 @@ inline void run(dim3 grid, dim3 threads, const std::function<void()> &kernel) {
             for (blockIdx.x = 0; blockIdx.x < grid.x; blockIdx.x++) run_block((int)threads.x);
 }
 
-/* ---- streams and graphs: work is done at once, or recorded ---- */
+/* ---- streams and graphs: work is done when the program waits for any of it, or it is recorded ---- */
 
 typedef std::vector<std::function<void()>> Work;
 inline thread_local Work *recorded;
-inline void submit(std::function<void()> work) { recorded ? recorded->push_back(work) : work(); }
+inline Work submitted;
+inline std::mutex submitting, finishing;
+inline void submit(std::function<void()> work) {
+    std::lock_guard<std::mutex> hold(submitting);
+    (recorded ? *recorded : submitted).push_back(work);
+}
+inline void finish() {
+    std::lock_guard<std::mutex> hold(finishing);
+    Work now;
+    submitting.lock(), now.swap(submitted), submitting.unlock();
+    for (auto &work : now) work();
+}
 
 struct Launch {
     dim3 grid, threads;
@@ -294,5 +306,7 @@ inline void copy_16(void *to, const void *from, int bytes = 16) {
 inline void copies_end() {}
 template <int BUT> inline void copies_done() {}
 
+inline uint64_t load_from_host(const uint64_t *from) { return __atomic_load_n(from, __ATOMIC_ACQUIRE); }
+inline uint64_t nanoseconds() { return (uint64_t)std::chrono::steady_clock::now().time_since_epoch().count(); }
 inline float exp2_quick(float x) { return exp2f(x); }
 inline uint32_t times_4_plus(uint32_t b, uint32_t a) { return b * 4 + a; }
