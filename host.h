@@ -126,8 +126,7 @@ typedef struct {                          /* a family of models: straight functi
     const char *model_type;               /* of config.json */
     void (*read)(Loader *load, Model *m); /* config.json: sizes and formulas */
     void (*bind)(Loader *load, Model *m); /* tensors, by name and shape */
-    bool (*left_out)(const Loader *load,
-                     const char *name); /* is this tensor not needed for text? NULL: there is none */
+    bool (*left_out)(const Loader *load, const char *name); /* of a tensor that text does not need; or NULL */
 } Family;
 extern const Family *const families[]; /* lists that end with a row without model_type; extensions.c */
 
@@ -187,13 +186,12 @@ void read_layer_type(Loader *load, Model *m, int i, const char *known, bool slid
 /* RoPE (Su et al., "RoFormer", 2021) and its scaling. config.json has an object of its parameters, rope_parameters or,
  * under the older name, rope_scaling. A file with both must say the same in both. NULL: it has none. */
 const cJSON *find_rope(Loader *load);
-const char *rope_type(Loader *load, const cJSON *rope);
-/* theta: of `rope`, or `absent`. Refuses what makes RoPE another one. */
-double rope_theta(Loader *load, const cJSON *rope, double absent);
-/* The context that the model had before it was enlarged. *given: a key says it. */
-double original_context(Loader *load, const Model *m, const cJSON *rope, bool *given);
-/* Types default, linear and yarn. theta: if `rope`, which may be NULL, has none. */
-Rope read_rope(Loader *load, Model *m, const cJSON *rope, double theta);
+typedef struct { /* a type of scaling that the core does not know; original: the context before it was enlarged */
+    const char *type;
+    Rope (*read)(Loader *load, const Model *m, const cJSON *rope, double theta, double factor, double original);
+} RopeScaling;
+/* Types default, linear, yarn and `own`, unless it is NULL. theta: if `rope`, which may be NULL, has none. */
+Rope read_rope(Loader *load, Model *m, const cJSON *rope, double theta, const RopeScaling *own);
 /* Angles per position theta^(-2i/d). share (rope_dim / 2): the part of an angle that is not divided by the factor;
  * NULL: 0. scale multiplies cos and sin. */
 Rope make_rope(Loader *load, const Model *m, double theta, double factor, const double *share, double scale);
@@ -221,10 +219,9 @@ const char *file_of(const Loader *load, const Tensor *t);
 void belongs(Tensor *t, Type type, int64_t values);
 View tensor_view(const Loader *load, const Tensor *t, int64_t lines);
 View lines_of(View v, size_t first, size_t step, int n); /* n lines of a view: first, first + step, ... */
-/* n floats; n 0: the layer has no such vector. */
-const float *bind_floats(Loader *load, const char *name, const char *suffix, int n);
-/* The matrix (rows, cols) of a module; rows 0: the layer has no such step. bias: true, false (the file may still have
- * one) or NO_BIAS (instead of false: nothing would add it). */
+const float *bind_floats(Loader *load, const char *name, const char *suffix, int n); /* (n) */
+/* The matrix (rows, cols) of a module. bias: true, false (the file may still have one) or NO_BIAS (instead of false:
+ * nothing would add it). */
 enum { NO_BIAS = -1 };
 Linear bind_linear(Loader *load, const char *name, int rows, int cols, int bias);
 

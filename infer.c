@@ -130,24 +130,6 @@ const cJSON *find_rope(Loader *load) {
     return rope ? rope : older;
 }
 
-const char *rope_type(Loader *load, const cJSON *rope) {
-    const char *older = config_text(load, rope, "type"), *type = config_text(load, rope, "rope_type");
-    return type ? type : older ? older : "default";
-}
-
-double rope_theta(Loader *load, const cJSON *rope, double absent) {
-    config_only(load, rope, "partial_rotary_factor", 1);
-    if (json_get(rope, "full_attention")) config_bad(load, load->config, "rope_parameters", "one for all layers");
-    return config_number(load, rope, "rope_theta", 1e-6, 1e12, absent);
-}
-
-double original_context(Loader *load, const Model *m, const cJSON *rope, bool *given) {
-    const char *key = "original_max_position_embeddings"; /* one beside the object wins over one in it */
-    const cJSON *holds = json_get(load->config, key) ? load->config : rope;
-    *given = json_get(holds, key);
-    return config_number(load, holds, key, 1, 1e9, m->context);
-}
-
 Rope make_rope(Loader *load, const Model *m, double theta, double factor, const double *share, double scale) {
     float *inv_freq = keep(load->c, (size_t)m->rope_dim / 2, sizeof *inv_freq);
     for (int i = 0; i < m->rope_dim / 2; i++) {
@@ -183,21 +165,28 @@ static Rope yarn(Loader *load, const Model *m, const cJSON *rope, double theta, 
     return make_rope(load, m, theta, factor, share, scale);
 }
 
-Rope read_rope(Loader *load, Model *m, const cJSON *rope, double theta) {
-    const char *type = rope_type(load, rope);
-    const bool scaled = strcmp(type, "default"), is_yarn = !strcmp(type, "yarn");
-    bool given = false;
-    theta = rope_theta(load, rope, theta);
-    if (scaled && !is_yarn && strcmp(type, "linear"))
-        bad_file(load, load->path, "rope type '%.40s' is none of default, linear and yarn", type);
-    const double original = is_yarn ? original_context(load, m, rope, &given) : 0;
+Rope read_rope(Loader *load, Model *m, const cJSON *rope, double theta, const RopeScaling *own) {
+    const char *older = config_text(load, rope, "type"), *type = config_text(load, rope, "rope_type");
+    const char *before = "original_max_position_embeddings"; /* one beside the object wins over one in it */
+    const cJSON *holds = json_get(load->config, before) ? load->config : rope;
+    if (!type) type = older ? older : "default";
+    const bool is_own = own && !strcmp(type, own->type), is_yarn = !strcmp(type, "yarn");
+    config_only(load, rope, "partial_rotary_factor", 1);
+    if (json_get(rope, "full_attention") || json_get(rope, "sliding_attention"))
+        config_bad(load, load->config, "rope_parameters", "one for all layers");
+    theta = config_number(load, rope, "rope_theta", 1e-6, 1e12, theta);
+    if (!strcmp(type, "default")) return make_rope(load, m, theta, 1, NULL, 1);
+    if (!is_own && !is_yarn && strcmp(type, "linear"))
+        bad_file(load, load->path, "rope type '%.40s' is none of default, linear, yarn%s%s", type, own ? ", " : "",
+                 own ? own->type : "");
+    const double original = is_own || is_yarn ? config_number(load, holds, before, 1, 1e9, m->context) : 0;
     const bool implied = is_yarn && cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(rope, "factor"));
-    const double usual = !scaled ? 1 : implied ? m->context / original : REQUIRED;
-    const double factor = scaled ? config_number(load, rope, "factor", 1e-6, 1e6, usual) : 1;
-    if (!is_yarn) return make_rope(load, m, theta, factor, NULL, 1);
+    const double factor = config_number(load, rope, "factor", 1e-6, 1e6, implied ? m->context / original : REQUIRED);
     /* rope_scaling is added to a file whose max_position_embeddings stays as it is */
-    if (given) m->context = (int)fmin(fmax(m->context, original * factor), 1 << 24);
-    return yarn(load, m, rope, theta, factor, original, true);
+    if (is_yarn && json_get(holds, before)) m->context = (int)fmin(fmax(m->context, original * factor), 1 << 24);
+    return is_own    ? own->read(load, m, rope, theta, factor, original)
+           : is_yarn ? yarn(load, m, rope, theta, factor, original, true)
+                     : make_rope(load, m, theta, factor, NULL, 1);
 }
 
 void read_layer_type(Loader *load, Model *m, int i, const char *known, bool sliding, int window) {
@@ -567,7 +556,7 @@ static const float *floats(Loader *load, const Tensor *t, size_t n) {
 }
 
 const float *bind_floats(Loader *load, const char *name, const char *suffix, int n) {
-    return n ? floats(load, bind_tensor(load, name, suffix, NO_TYPE, 1, (int64_t[]){n}), (size_t)n) : NULL;
+    return floats(load, bind_tensor(load, name, suffix, NO_TYPE, 1, (int64_t[]){n}), (size_t)n);
 }
 
 void belongs(Tensor *t, Type type, int64_t values) {
@@ -605,7 +594,6 @@ static void bind_plain(Loader *load, const char *name, Linear *w, Stored *one) {
 }
 
 Linear bind_linear(Loader *load, const char *name, int rows, int cols, int bias) {
-    if (!rows) return (Linear){0};
     Stored *one = keep(load->c, 1, sizeof *one);
     Linear w = {.type = BF16, .rows = rows, .cols = cols, .n = 1, .each = one};
     bool packed = false;
@@ -711,7 +699,7 @@ static void read_gpt_oss(Loader *load, Model *m) {
     read_heads(load, m, 8, 64);
     double theta = config_number(load, config, "rope_theta", 1e-6, 1e12, 150000);
     if (!rope) m->context = MAX(m->context, 32 * 4096);
-    load->rope[0] = rope ? read_rope(load, m, rope, theta) : yarn(load, m, NULL, theta, 32, 4096, false);
+    load->rope[0] = rope ? read_rope(load, m, rope, theta, NULL) : yarn(load, m, NULL, theta, 32, 4096, false);
     load->rope[1] = load->rope[0];
     int window = config_optional(load, "sliding_window", 1, INT32_MAX, 128);
     for (int i = 0; i < m->n_layers; i++) /* even layers see the window, odd ones all */

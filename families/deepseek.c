@@ -26,7 +26,8 @@ static void read_deepseek(Loader *load, Model *m, bool sigmoid) {
     read_sizes(load, m, (Sizes){0});
     read_latent_heads(load, m);
     read_one_rope(load, m, 10000);
-    if (strcmp(rope_type(load, rope), "default")) {
+    const char *type = json_string(rope, json_get(rope, "rope_type") ? "rope_type" : "type");
+    if (type && strcmp(type, "default")) {
         const double factor = config_number(load, rope, "factor", 1e-6, 1e6, 1);
         const double scale = yarn_scale(factor, config_number(load, rope, "mscale_all_dim", 0, 1e6, 0));
         m->attn_scale = (float)((double)m->attn_scale * scale * scale);

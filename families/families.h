@@ -7,7 +7,7 @@
 /* The same RoPE in all layers: also with Llama 3.1's scaling, or with the divisors of a GGUF file. theta: what a
  * missing rope_theta means. */
 void read_one_rope(Loader *load, Model *m, double theta);
-Rope read_any_rope(Loader *load, Model *m, const cJSON *rope, double theta);
+extern const RopeScaling llama3;
 /* All layers have this window; 0: none has one. layer_types must agree. */
 void read_one_window(Loader *load, Model *m, int window);
 /* Sizes, heads, RoPE and activation of models like Llama; what missing keys mean as in read_sizes() and read_heads().

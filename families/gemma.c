@@ -43,8 +43,8 @@ static void read_gemma3(Loader *load, Model *m) {
     const double theta = config_number(load, load->config, "rope_theta", 1e-6, 1e12, 1e6);
     const double local = config_number(load, load->config, "rope_local_base_freq", 1e-6, 1e12, 10000);
     if (sliding && !full) config_bad(load, both, "full_attention", "an object");
-    load->rope[0] = read_any_rope(load, m, full ? full : one, theta);
-    load->rope[1] = read_any_rope(load, m, sliding, local);
+    load->rope[0] = read_rope(load, m, full ? full : one, theta, &llama3);
+    load->rope[1] = read_rope(load, m, sliding, local, &llama3);
     read_windows(load, m, config_whole(load, "sliding_window_pattern", 1, INT32_MAX, 6));
     m->logit_cap = read_cap(load, "final_logit_softcapping", 0);
 }

@@ -9,30 +9,21 @@
 /* ---- config.json ---- */
 
 /* Llama 3.1's scaling: divides low frequencies by the factor, keeps high ones, and blends in between. */
-static Rope read_llama3(Loader *load, const Model *m, const cJSON *rope, double theta) {
-    bool given;
-    const double original = original_context(load, m, rope, &given);
-    const double factor = config_number(load, rope, "factor", 1e-6, 1e6, REQUIRED);
+static Rope read_llama3(Loader *load, const Model *m, const cJSON *rope, double theta, double factor, double original) {
     const double low = config_number(load, rope, "low_freq_factor", 1e-6, 1e6, REQUIRED);
     const double high = config_number(load, rope, "high_freq_factor", low + 1e-6, 1e7, REQUIRED);
     double *share = keep(load->c, (size_t)m->rope_dim / 2, sizeof *share);
-    theta = rope_theta(load, rope, theta);
-    for (int i = 0; i < m->rope_dim / 2; i++)
-        share[i] = (original * pow(theta, -2.0 * i / m->rope_dim) / (2 * M_PI) - low) / (high - low);
-    for (int i = 0; i < m->rope_dim / 2; i++) share[i] = fmin(fmax(share[i], 0), 1);
+    for (int i = 0; i < m->rope_dim / 2; i++) {
+        const double turns = original * pow(theta, -2.0 * i / m->rope_dim) / (2 * M_PI);
+        share[i] = fmin(fmax((turns - low) / (high - low), 0), 1);
+    }
     return make_rope(load, m, theta, factor, share, 1);
 }
-
-Rope read_any_rope(Loader *load, Model *m, const cJSON *rope, double theta) {
-    const char *type = rope_type(load, rope);
-    if (!text_listed("default linear yarn llama3", type))
-        bad_file(load, load->path, "rope type '%.40s' is none of default, linear, llama3 and yarn", type);
-    return strcmp(type, "llama3") ? read_rope(load, m, rope, theta) : read_llama3(load, m, rope, theta);
-}
+const RopeScaling llama3 = {"llama3", read_llama3};
 
 void read_one_rope(Loader *load, Model *m, double theta) {
     theta = config_number(load, load->config, "rope_theta", 1e-6, 1e12, theta);
-    Rope rope = read_any_rope(load, m, find_rope(load), theta);
+    Rope rope = read_rope(load, m, find_rope(load), theta, &llama3);
     if (tensors_find(&load->c->tensors, "rope_freqs.weight")) {
         const float *divisor = bind_floats(load, "rope_freqs", ".weight", m->rope_dim / 2);
         float *divided = keep(load->c, (size_t)m->rope_dim / 2, sizeof *divided);
