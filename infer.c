@@ -17,6 +17,7 @@
 #include <fcntl.h>
 #include <locale.h>
 #include <math.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -1410,26 +1411,25 @@ static bool read_prompt(Play *p, Bytes *text, Error *e) {
     return check_text("the prompt", text->data, text->n, e);
 }
 
-static void catch_interrupt(int flags) {
-    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt, .sa_flags = flags}, NULL);
-}
-
-/* The loop without terminal/: a line is a question. Ctrl+C at the prompt clears it. */
+/* The loop without terminal/: a line is a question. Ctrl+C at the prompt clears it: it ends the wait for a line, also
+ * if it comes just before that. */
 static int plain_loop(Play *p) {
     LOCAL(text_free) char *line = NULL;
     size_t room = 0;
-    ssize_t n = 0;
-    while (n >= 0) {
-        Error e;
+    sigset_t interrupt, before;
+    sigemptyset(&interrupt);
+    sigaddset(&interrupt, SIGINT);
+    for (Error e;;) {
+        sigprocmask(SIG_BLOCK, &interrupt, &before);
+        interrupted = 0;
         printf("You: ");
         fflush(stdout);
-        interrupted = 0;
-        catch_interrupt(0); /* it ends getline() ... */
-        n = getline(&line, &room, stdin);
-        catch_interrupt(SA_RESTART); /* ... but no other call */
-        if (n < 0) puts("");
-        if (n < 0 && interrupted) clearerr(stdin), n = 0;
-        if (n <= 0) continue;
+        ppoll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, NULL, &before);
+        sigprocmask(SIG_SETMASK, &before, NULL);
+        ssize_t n = interrupted ? 0 : getline(&line, &room, stdin);
+        if (n <= 0) puts("");
+        if (n < 0) return DONE;
+        if (n == 0) continue;
         n -= line[n - 1] == '\n';
         if (!check_text("the text", line, (size_t)n, &e)) {
             put_text(stderr, RED, "", e.text);
@@ -1438,7 +1438,6 @@ static int plain_loop(Play *p) {
             converse(p);
         }
     }
-    return DONE;
 }
 
 static bool open_play(Play *p, const char *model, Error *e) {
@@ -1467,7 +1466,7 @@ static int run_play(const char *model) {
     if (!read_prompt(&p, &prompt, &e) || !open_play(&p, model, &e)) die(&e);
     bool blank = !p.loop && p.chat && strspn(prompt.data, " \t\r\n") == prompt.n;
     if (blank) fail(&e, USAGE, "the prompt is empty"), die(&e);
-    catch_interrupt(SA_RESTART);
+    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt, .sa_flags = SA_RESTART}, NULL);
     if (!p.loop) conversation_add(&p.talk, "user", NULL, prompt.data, prompt.n);
     if (!p.loop) return converse(&p);
     return terminal ? terminal->loop(&p) : plain_loop(&p);

@@ -280,9 +280,7 @@ class Terminal:
     """`infer` in a pseudo terminal, so wide that no line is wrapped. Tests match what it shows as text: lines end in
     \\n, escape sequences and what they erase are gone."""
 
-    def __init__(self, *args, columns=400, program=CHECKED, cwd=None, seconds=60, lines=False, **env):
-        if not lines and "play" in args and not {"-p", "-f"} & set(args):
-            needs("terminal")
+    def __init__(self, *args, columns=400, program=CHECKED, cwd=None, seconds=60, **env):
         try:
             self.main, inner = pty.openpty()
         except OSError:
@@ -342,16 +340,23 @@ class Terminal:
         return self.text()[begin:self.seen]
 
     def send(self, text):
-        os.write(self.main, text.encode())
+        os.write(self.main, text if isinstance(text, bytes) else text.encode())
 
     def prompt(self, prompt="You: "):
-        """Waits for a prompt, and until the program reads key by key. Returns what was shown before the prompt."""
+        """Waits for a prompt, and until the program reads key by key, which it does with terminal/. Returns what was shown
+        before the prompt."""
         shown = self.wait(prompt)[:-len(prompt)]
         limit = time.monotonic() + self.seconds
-        while termios.tcgetattr(self.main)[3] & termios.ICANON:
+        while has("terminal") and termios.tcgetattr(self.main)[3] & termios.ICANON:
             expect(time.monotonic() < limit, "the terminal still reads whole lines")
             time.sleep(0.001)
         return shown
+
+    def ready(self):
+        """Waits for the first prompt."""
+        if has("terminal"):
+            self.wait("Ready for inference")
+        self.prompt()
 
     def say(self, line, *then):
         """Types a line, waits for the texts and the next prompt. Returns what appears after the line."""
@@ -370,10 +375,8 @@ class Terminal:
 
 def play(*args, **how):
     """A terminal with the parrot, greedy, at its first prompt."""
-    needs("terminal")
     t = Terminal("play", PARROT, "--temperature", "0", "--date", DATE, *args, **how)
-    t.wait("Ready for inference")
-    t.prompt()
+    t.ready()
     return t
 
 

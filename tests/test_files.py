@@ -14,8 +14,9 @@ SECONDS = 10  # ten times what is promised for a refusal
 FINE = None
 DEEP = "[" * 10 ** 5 + "]" * 10 ** 5
 LLAMA, ODD, QWEN = FIXTURES / "llama_bias", FIXTURES / "odd", FIXTURES / "qwen3"
-NAME = "model.layers.0.mlp.up_proj.weight"  # the tensor that is broken: (120, 64) of F32, in the middle of the file
-HEADER, DATA = read_safetensors(LLAMA / "model.safetensors")
+NAME = "model.layers.1.self_attn.q_proj.weight"  # the tensor that is broken: (128, 96) of BF16, in the middle of the file
+HEADER, DATA = read_safetensors(PARROT / "model.safetensors")
+LAST = max((k for k in HEADER if k != "__metadata__"), key=lambda k: HEADER[k]["data_offsets"])
 FIRST = min((k for k in HEADER if k != "__metadata__"), key=lambda k: HEADER[k]["data_offsets"])
 BEGIN, END = HEADER[NAME]["data_offsets"]
 FILE = safetensors(HEADER, DATA)
@@ -96,7 +97,7 @@ SAFETENSORS = [  # what is wrong, the file, words of the message
     ("nested 100,000 deep", lambda: safetensors('{"a":' + DEEP + "}", DATA), ["JSON"]),
     ("text behind the header", lambda: safetensors(json.dumps(HEADER) + "{}", DATA), ["JSON", "byte"]),
     ("one byte too many", lambda: FILE + b"\0", [str(len(FILE) + 1)]),
-    ("two missing", lambda: FILE[:-2], ["model.norm.weight"]),
+    ("two missing", lambda: FILE[:-2], [LAST]),
     ("a hole", with_hole, [NAME, "hole"]),
     ("an overlap", lambda: with_offsets(NAME, [BEGIN - 4, END - 4]), ["overlap"]),
     ("all the data twice", lambda: safetensors(HEADER, DATA + DATA), [str(len(FILE) + len(DATA))]),
@@ -106,18 +107,18 @@ SAFETENSORS = [  # what is wrong, the file, words of the message
     ("shape [2, 2^64-2]", lambda: with_entry(shape=[2, 2 ** 64 - 2]), [NAME, "shape"]),
     ("shape [2^32, 2^32]", lambda: with_entry(shape=[2 ** 32, 2 ** 32]), [NAME, "shape"]),
     ("shape [2^62, 1]: bytes wrap", lambda: with_entry(shape=[2 ** 62, 1]), [NAME, "shape"]),
-    ("shape -1", lambda: with_entry(shape=[-1, 64]), [NAME, "shape"]),
-    ("shape 120.0", lambda: with_entry(shape=[120.0, 64]), [NAME, "shape"]),
-    ("shape 120.5", lambda: with_entry(shape=[120.5, 64]), [NAME, "shape"]),
-    ("shape 1.2e2", lambda: with_text((str([120, 64]), "[1.2e2, 64]")), ["shape"]),
-    ("shape 1e999", lambda: with_text((str([120, 64]), "[1e999, 64]")), ["shape"]),
-    ("shape 0120", lambda: with_text((str([120, 64]), "[0120, 64]")), ["number"]),
-    ("shape 120.", lambda: with_text((str([120, 64]), "[120., 64]")), ["number"]),
-    ("shape of texts", lambda: with_entry(shape=["120", 64]), [NAME, "shape"]),
-    ("shape is a number", lambda: with_entry(shape=7680), [NAME, "shape"]),
-    ("shape of nine dimensions", lambda: with_entry(shape=[1] * 7 + [120, 64]), [NAME, "dimensions"]),
-    ("another shape of as many", lambda: with_entry(shape=[64, 120]), [NAME, "(64, 120)", "(120, 64)"]),
-    ("one dimension more", lambda: with_entry(shape=[1, 120, 64]), [NAME, "(1, 120, 64)", "(120, 64)"]),
+    ("shape -1", lambda: with_entry(shape=[-1, 96]), [NAME, "shape"]),
+    ("shape 128.0", lambda: with_entry(shape=[128.0, 96]), [NAME, "shape"]),
+    ("shape 128.5", lambda: with_entry(shape=[128.5, 96]), [NAME, "shape"]),
+    ("shape 1.28e2", lambda: with_text((str([128, 96]), "[1.28e2, 96]")), ["shape"]),
+    ("shape 1e999", lambda: with_text((str([128, 96]), "[1e999, 96]")), ["shape"]),
+    ("shape 0128", lambda: with_text((str([128, 96]), "[0128, 96]")), ["number"]),
+    ("shape 128.", lambda: with_text((str([128, 96]), "[128., 96]")), ["number"]),
+    ("shape of texts", lambda: with_entry(shape=["128", 96]), [NAME, "shape"]),
+    ("shape is a number", lambda: with_entry(shape=12288), [NAME, "shape"]),
+    ("shape of nine dimensions", lambda: with_entry(shape=[1] * 7 + [128, 96]), [NAME, "dimensions"]),
+    ("another shape of as many", lambda: with_entry(shape=[96, 128]), [NAME, "(96, 128)", "(128, 96)"]),
+    ("one dimension more", lambda: with_entry(shape=[1, 128, 96]), [NAME, "(1, 128, 96)", "(128, 96)"]),
     ("bytes off by one", lambda: with_offsets(NAME, [BEGIN, END - 1]), [NAME, str(END - BEGIN - 1), str(END - BEGIN)]),
     ("offset 2^53+1", lambda: with_offsets(NAME, [BEGIN, 2 ** 53 + 1]), [NAME]),
     ("offset 2^64", lambda: with_offsets(NAME, [BEGIN, 2 ** 64]), [NAME]),
@@ -131,9 +132,9 @@ SAFETENSORS = [  # what is wrong, the file, words of the message
         (f'"{NAME}"', f'"{NAME}": {json.dumps({**HEADER[NAME], "dtype": "I32"})}, "{NAME}"')), [NAME, "twice"]),
     ("shape twice", lambda: with_text(('"shape"', '"shape": [1], "shape"')), ["shape", "twice"]),
     ("unknown dtype", lambda: with_entry(dtype="F33"), [NAME, "F33"]),
-    ("dtype in small letters", lambda: with_entry(dtype="f32"), [NAME, "f32"]),
-    ("a dtype that weights do not have", lambda: with_entry(dtype="I32"), [NAME, "I32"]),
-    ("dtype of half the size", lambda: with_entry(dtype="BF16"), [NAME, str(END - BEGIN), str((END - BEGIN) // 2)]),
+    ("dtype in small letters", lambda: with_entry(dtype="bf16"), [NAME, "bf16"]),
+    ("a dtype that weights do not have", lambda: with_entry(dtype="I16"), [NAME, "I16"]),
+    ("dtype of half the size", lambda: with_entry(dtype="U8"), [NAME, str(END - BEGIN), str((END - BEGIN) // 2)]),
     ("dtype is a number", lambda: with_entry(dtype=32), [NAME, "dtype"]),
     ("no dtype", lambda: with_entry(dtype=None), [NAME, "dtype"]),
     ("no shape", lambda: with_entry(shape=None), [NAME, "shape"]),
@@ -159,11 +160,10 @@ SAFETENSORS = [  # what is wrong, the file, words of the message
 
 
 def test_safetensors(folder):
-    needs("families")
-    expected = top_logits(LLAMA)
+    expected = top_logits(PARROT)
 
     def check(name, make, words):
-        model = copy_model(LLAMA, folder, keep_weights=False)
+        model = copy_model(PARROT, folder, keep_weights=False)
         (model / "model.safetensors").write_bytes(make())
         if words is FINE:
             same(top_logits(model), expected, "logits")
@@ -174,12 +174,11 @@ def test_safetensors(folder):
 
 
 def test_safetensors_that_are_no_files(folder):
-    needs("families")
     def link(path):
         path.symlink_to(path)
 
     def check(name, make, words):
-        model = copy_model(LLAMA, folder, keep_weights=False)
+        model = copy_model(PARROT, folder, keep_weights=False)
         make(model / "model.safetensors")
         refused("logits", model, "--ids", 1, words=["model.safetensors", *words], seconds=SECONDS)
     each([("fifo", os.mkfifo, ["not a regular file"]), ("directory", os.mkdir, ["not a regular file"]),
@@ -189,8 +188,7 @@ def test_safetensors_that_are_no_files(folder):
 
 def test_large_headers_are_read_in_time(folder):
     """1.5 MB of keys in 0.1 s; ten times that is the limit here."""
-    needs("families")
-    model = copy_model(LLAMA, folder, keep_weights=False)
+    model = copy_model(PARROT, folder, keep_weights=False)
     entries = {f"{i:05}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(25000)}
     (model / "model.safetensors").write_bytes(safetensors({**entries, **HEADER}, DATA))
     refused("logits", model, "--ids", 1, words=["no place"], program=PLAIN, cpu=1)
@@ -198,19 +196,9 @@ def test_large_headers_are_read_in_time(folder):
 
 def test_file_truncated_while_open(folder):
     """A file that shrinks while it is mapped: one line and exit code 3, no signal."""
-    needs("families")
-    header = {k: dict(v) for k, v in HEADER.items() if k != "__metadata__"}
-    content = b""
-    for entry in header.values():  # a larger vocabulary, so that the file is many pages
-        begin, end = entry["data_offsets"]
-        part = DATA[begin:end]
-        if entry["shape"][0] == 131:
-            part, entry["shape"] = part[:1024 * 64 * 4].ljust(1024 * 64 * 4, b"\0"), [1024, 64]
-        entry["data_offsets"] = [len(content), len(content) + len(part)]
-        content += part
-    model = copy_model(LLAMA, folder, {"max_position_embeddings": 2048, "vocab_size": 1024}, keep_weights=False)
+    model = copy_model(PARROT, folder, keep_weights=False)
     path = model / "model.safetensors"
-    path.write_bytes(safetensors(header, content))
+    path.write_bytes(FILE)
     with start("logits", model, "--ids", ",".join(["1"] * 2000), "--all", stdout=-1, stderr=-1) as p:
         p.stdout.read(1)  # it computes; its output fills the pipe long before the end
         os.truncate(path, 4096)
@@ -425,22 +413,22 @@ def test_config_of_a_dense_model(folder):
 
 def test_yarn_enlarges_the_context(folder):
     """As Qwen2.5's page says: rope_scaling alone, with max_position_embeddings as it is."""
-    needs("families")
-    config = read_json(LLAMA / "config.json")
-    size = config["max_position_embeddings"]
+    size = 64
     ids = ",".join(["1"] * (size + 1))
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": size}
-    infer("logits", copy_model(LLAMA, folder, {"rope_scaling": yarn}), "--ids", ids)
+
+    def model(scaling):
+        return copy_model(ODD, folder, {"max_position_embeddings": size, "rope_scaling": scaling})
+    infer("logits", model(yarn), "--ids", ids)
     del yarn["original_max_position_embeddings"]  # it is large already
-    refused("logits", copy_model(LLAMA, folder, {"rope_scaling": yarn}), "--ids", ids, code=2, words=["context"])
-    refused("logits", LLAMA, "--ids", ids, code=2, words=["context"])
+    refused("logits", model(yarn), "--ids", ids, code=2, words=["context"])
+    refused("logits", model({"rope_type": "default"}), "--ids", ids, code=2, words=["context"])
 
 
 def test_attn_factor(folder):
     """DeepSeek-R1-0528-Qwen3-8B has it, so that with YaRN's own factor cos and sin are scaled by 1."""
-    needs("families")
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-    scaled = [top_logits(copy_model(QWEN, folder, {"rope_scaling": {**yarn, key: value}}))
+    scaled = [top_logits(copy_model(ODD, folder, {"rope_scaling": {**yarn, key: value}}))
               for key, value in (("attn_factor", 0.8782488562869419), ("attention_factor", 1.0), ("attention_factor", 1.5))]
     same(scaled[0], scaled[1], "logits")
     expect(scaled[1] != scaled[2], "the factor changes nothing")
@@ -517,15 +505,15 @@ def long_logits(model):
 
 def test_keys_of_other_families(folder):
     """What transformers does not read in a family changes nothing."""
-    needs("families")
     def check(fixture, changes):
         same(long_logits(copy_model(FIXTURES / fixture, folder, changes)), long_logits(FIXTURES / fixture), "logits")
-    each([("mistral", {"use_sliding_window": False}),
-          ("llama_bias", {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0, "rope_interleave": True,
-                          "use_sliding_window": True, "sliding_window": 2}),
-          ("mixtral", {"norm_topk_prob": False}), ("parrot", {"norm_topk_prob": False}),
-          ("gemma2", {"sliding_window_pattern": 1, "layer_types": None}), ("gemma3", {"attn_logit_softcapping": 1.0}),
-          ("deepseek_v2", {"rope_interleave": False})], check)
+    capped = {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0, "rope_interleave": True}
+    families = [("mistral", {"use_sliding_window": False}),
+                ("llama_bias", {**capped, "use_sliding_window": True, "sliding_window": 2}),
+                ("mixtral", {"norm_topk_prob": False}),
+                ("gemma2", {"sliding_window_pattern": 1, "layer_types": None}), ("gemma3", {"attn_logit_softcapping": 1.0}),
+                ("deepseek_v2", {"rope_interleave": False})]
+    each([("parrot", {"norm_topk_prob": False, "scoring_func": "sigmoid", **capped}), *families * has("families")], check)
 
 
 def test_null_switches_no_window_on(folder):
@@ -647,7 +635,6 @@ SCALING = {**dict.fromkeys(["rope_type", "type"], "a text"), "truncate": "true o
 
 def test_config_values_of_the_wrong_type(folder):
     """Whatever is read must have its type: a text where an object belongs would mean that nothing was said."""
-    needs("encodings")
     wrong = {"a number": ["7", True, [7], {"x": 7}], "a text": [7, True, ["silu"], {"x": 1}],
              "true or false": [0, 1, "true", []], "an object": ["yarn", 7, True, [{}]],
              "an array": ["full_attention", 7, {}]}
@@ -786,16 +773,20 @@ def test_published_models_fit_their_config(folder):
 
 def test_one_matrix_under_two_names(folder):
     """Files of tied models may hold the embedding as lm_head too: the copy is not read."""
-    needs("families")
-    header, content = read_safetensors(QWEN / "model.safetensors")
+    head = HEADER["lm_head.weight"]["data_offsets"][1]  # the head stands first
+    header = {k: {**v, "data_offsets": [x - head for x in v["data_offsets"]]} for k, v in HEADER.items()
+              if k not in ("lm_head.weight", "__metadata__")}
+    content = DATA[head:]
+    tied, model = (copy_model(PARROT, folder, {"tie_word_embeddings": True}, keep_weights=False) for _ in range(2))
+    (tied / "model.safetensors").write_bytes(safetensors(header, content))
     begin, end = header[EMBED]["data_offsets"]
     header["lm_head.weight"] = {**header[EMBED], "data_offsets": [len(content), len(content) + end - begin]}
-    model = copy_model(QWEN, folder, keep_weights=False)
     (model / "model.safetensors").write_bytes(safetensors(header, content + content[begin:end]))
-    same(top_logits(model), top_logits(QWEN), "logits")
-    once, twice = (json.loads(infer("inspect", m, "--json").text) for m in (QWEN, model))
-    for key in ("weight_bytes", "parameters", "active_parameters"):
-        same(twice[key], once[key], key)
+    same(top_logits(model), top_logits(tied), "logits")
+    if has("commands"):
+        once, twice = (json.loads(infer("inspect", m, "--json").text) for m in (tied, model))
+        for key in ("weight_bytes", "parameters", "active_parameters"):
+            same(twice[key], once[key], key)
 
     def check(name, change, size, words):
         header["lm_head.weight"] = {**header[EMBED], "data_offsets": [len(content), len(content) + size]} | change
@@ -850,7 +841,7 @@ def test_small_files_of_a_model(folder):
 
 def test_folders_that_cannot_be_read(folder):
     """Only a folder without config.json is said to be without one."""
-    model = copy_model(LLAMA, folder)
+    model = copy_model(PARROT, folder)
     (model / "config.json").unlink()
     refused("logits", model, "--ids", 1, words=["no config.json is here", model.name])
     (model / "config.json").symlink_to("config.json")
@@ -868,9 +859,8 @@ def test_folders_that_cannot_be_read(folder):
 
 def test_weights_that_are_something_else(folder):
     """What is found in the place of weights is named."""
-    needs("families")
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 13\n"
-    model = copy_model(LLAMA, folder, keep_weights=False)
+    model = copy_model(PARROT, folder, keep_weights=False)
     for content, words in ((pointer, ["Git-LFS pointer"]), (b"<!DOCTYPE html><html></html>", ["web page"]),
                            (b"GGUF" + bytes(100), ["GGUF file"]), (b"PK\3\4" + bytes(100), ["PyTorch"]),
                            (bytes(100), ["or damaged"])):
@@ -883,25 +873,23 @@ def test_weights_that_are_something_else(folder):
 
 def test_folder_without_weights(folder):
     """A folder that holds config.json alone hides no model of its name in the hub's cache."""
-    needs("commands")
-    copy_model(LLAMA, folder, name="models/a--b", keep_weights=False)
-    copy_model(LLAMA, folder, name="hub/models--a--b/snapshots/1")
-    listed = json.loads(infer("list", "--json", cwd=folder, env={"HF_HOME": folder}).text)
-    same([(m["name"], m["bytes"] > 0) for m in listed], [("a/b", True)], "the list")
+    copy_model(PARROT, folder, name="models/a--b", keep_weights=False)
+    copy_model(PARROT, folder, name="hub/models--a--b/snapshots/1")
+    if has("commands"):
+        listed = json.loads(infer("list", "--json", cwd=folder, env={"HF_HOME": folder}).text)
+        same([(m["name"], m["bytes"] > 0) for m in listed], [("a/b", True)], "the list")
     infer("logits", "a/b", "--ids", 1, cwd=folder, env={"HF_HOME": folder})
 
 
 def test_tokenizer_of_another_model(folder):
-    needs("families")
-    model = copy_model(LLAMA, folder)
+    model = copy_model(ODD, folder)
     (model / "tokenizer.json").symlink_to(PARROT / "tokenizer.json")
-    refused("play", model, "-p", "x", words=["tokenizer.json", "420", "131"])
+    refused("play", model, "-p", "x", words=["tokenizer.json", "420", "301"])
 
 
 def test_ids_without_an_embedding(folder):
     """Added tokens may lie beyond the model's vocabulary; neither a merge nor the template nor a byte gives their ids."""
-    needs("families")
-    model, vocab = copy_model(LLAMA, folder), {chr(97 + i): i for i in range(26)}
+    model, vocab = copy_model(ODD, folder), {chr(97 + i): i for i in range(26)}
     (model / "tokenizer.json").write_text(json.dumps({
         "added_tokens": [{"id": 500, "content": "ab", "special": False, "normalized": False},
                          {"id": 501, "content": "<unk>", "special": True, "normalized": False}],
