@@ -1,18 +1,5 @@
-/* families.c: what unit.c checks of families/: sizes and RoPE of published configs, batches of each family, two small
+/* families.c: what unit.c checks of families/: sizes of published configs, batches of each family, two small
  * published models. unit.c includes it. */
-
-/* Opens a model without weights of a config.json with this text, in an encoding or NULL. */
-static void open_shapes(Checkpoint *c, const char *config, const char *encoding) {
-    Error e;
-    char dir[] = "/tmp/infer-unit-XXXXXX", path[64];
-    check(mkdtemp(dir), "no folder below /tmp");
-    snprintf(path, sizeof path, "%s/config.json", dir);
-    FILE *f = fopen(path, "w");
-    check(f && fputs(config, f) >= 0 && !fclose(f), "%s cannot be written", path);
-    must(checkpoint_make_up(c, dir, encoding, &e), &e);
-    unlink(path);
-    rmdir(dir);
-}
 
 /* Parameters in all matrices, those that a token reads, in thousand millions, and a token's bytes in the cache. */
 static void has_sizes(const char *name, const Model *m, double parameters, double read, int cache) {
@@ -84,32 +71,6 @@ static void sizes_are_those_of_the_makers(void) {
     }
 }
 
-/* However config.json spells RoPE, angles and scale are those of transformers. */
-static void angles_equal_transformers(void) {
-    Error e;
-    cJSON *cases = json_read("tests/goldens/rope.json", 1 << 20, &e);
-    must(cases, &e);
-    const cJSON *one;
-    cJSON_ArrayForEach(one, cases) {
-        const char *name = json_string(one, "name");
-        char *config = json_text(json_get(one, "config"));
-        Checkpoint c;
-        open_shapes(&c, config, NULL);
-        free(config);
-        int n = c.model.rope_dim / 2;
-        const Rope *rope = c.model.layer[0].rope;
-        float *golden = numbers(json_get(one, "inv_freq"), n);
-        double scale = json_get(one, "scale")->valuedouble;
-        check(fabs((double)rope->scale - scale) < 1e-6, "%s: scale %g, not %g", name, (double)rope->scale, scale);
-        for (int i = 0; i < n; i++)
-            check(fabs((double)(rope->inv_freq[i] / golden[i]) - 1) < 1e-5, "%s: angle %d is %g, not %g", name, i,
-                  (double)rope->inv_freq[i], (double)golden[i]);
-        free(golden);
-        checkpoint_close(&c);
-    }
-    cJSON_Delete(cases);
-}
-
 /* The same of one model of each family; "odd" is not the only kind of cache, experts and windows. */
 static void families_batch_chunk_and_rewind(void) {
     static const char *const models[] = {"mistral", "mixtral",     "qwen2",       "qwen3_moe",       "gemma2",
@@ -131,7 +92,6 @@ static void tinystories_656k(void) { small_model(&reference, "TinyStories-656K")
 static void stories_260k(void) { small_model(&reference, "stories260K"); }
 
 static void families_tests(void) {
-    run("unit: RoPE's angles equal transformers'", angles_equal_transformers);
     run("unit: sizes of published models", sizes_are_those_of_the_makers);
     run("unit: TinyStories-656K writes the reference ids", tinystories_656k);
     run("unit: stories260K writes the reference ids", stories_260k);

@@ -1,60 +1,17 @@
-"""`infer logits --tap` and `infer explain` against transformers' numbers: every stage of small models, the probability
-of each token, what else was likely, and the experts of each layer."""
+"""`infer explain` against transformers' numbers: the probability of each token of small models, what else was likely, and
+the experts of each layer."""
 import html
 import json
 import math
 import re
-import struct
 
-from helpers import FIXTURES, PARROT, Terminal, copy_model, each, expect, infer, needs, read_safetensors, refused, same
-from test_logits import WITH_GOLDENS, golden, read_npy
+from helpers import FIXTURES, PARROT, Terminal, copy_model, each, expect, infer, refused, same
+from test_logits import WITH_GOLDENS, as_option, golden, goldens
 
 NEEDS = ("commands",)  # rooms
 
 SHOWN = 4  # tokens expected in place of one
 DOTS = ((1, 8), (2, 16), (4, 32), (64, 128))
-
-
-def goldens(fixture):
-    """Shape and numbers of every tensor but ids."""
-    header, content = read_safetensors(FIXTURES / fixture / "golden.safetensors")
-    found = {}
-    for name, entry in header.items():
-        if name not in ("ids", "__metadata__"):
-            raw = content[slice(*entry["data_offsets"])]
-            form, size = {"I32": ("i", 4), "I64": ("q", 8), "F32": ("f", 4)}[entry["dtype"]]
-            found[name] = entry["shape"], struct.unpack(f"<{len(raw) // size}{form}", raw)
-    return found
-
-
-def as_option(ids):
-    return "--ids", ",".join(map(str, ids))
-
-
-def test_tap_has_transformers_stages(folder):
-    needs("families")
-    def check(fixture):
-        stages = folder / fixture
-        infer("logits", FIXTURES / fixture, *as_option(golden(fixture)[0]), "--all", "--tap", stages)
-        for name, (shape, expected) in goldens(fixture).items():
-            layers, stage = name.split(".")[1:] if "." in name else (len(list(stages.glob("q.*.npy"))), name)
-            found_shape, found = read_npy(stages / f"{stage}.{layers}.npy")
-            same(found_shape, [math.prod(shape[:-1]), shape[-1]], f"shape of {name}")
-            error = math.dist(found, expected) / math.hypot(*expected)
-            expect(error < 1e-4, f"{name}: relative error {error:.1e}")
-    each([(fixture,) for fixture in WITH_GOLDENS], check)
-
-
-def test_tap_appends_what_comes_in_several_steps(folder):
-    """600 tokens are two steps of at most 512: the same rows as in one step, which the first 512 are alone."""
-    ids = [i * 7 % 440 for i in range(600)]
-    for n in (512, 600):
-        infer("logits", PARROT, *as_option(ids[:n]), "--all", "--tap", folder / str(n))
-    for file in (folder / "512").iterdir():
-        (rows, cols), found = read_npy(file)
-        same(read_npy(folder / "600" / file.name)[0], [rows * 600 // 512, cols], file.name)
-        same(read_npy(folder / "600" / file.name)[1][:len(found)] == found, True, f"the same numbers in {file.name}")
-    refused("logits", PARROT, "--ids", 1, "--tap", folder, code=1, words=[str(folder), "another name"])
 
 
 def read_grid(lines, shared=1):
@@ -83,7 +40,6 @@ def places(text):
 
 
 def test_has_transformers_probabilities_and_experts():
-    needs("families")
     def check(fixture):
         ids, (n, vocab), logits = golden(fixture)
         stages = goldens(fixture)

@@ -1,13 +1,15 @@
-"""`infer logits`: the NumPy file against transformers' logits, the list of likely tokens against the file."""
+"""`infer logits`: the NumPy file and, with --tap, every stage against transformers' numbers, the list of likely tokens
+against the file."""
 import ast
 import json
 import math
 import struct
 
-from helpers import (FIXTURES, PARROT, copy_model, each, expect, ids_of, infer, read_safetensors, refused, needs,
+from helpers import (FIXTURES, PARROT, copy_model, each, expect, has, ids_of, infer, read_json, read_safetensors, refused,
                      safetensors, same)
 
-WITH_GOLDENS = sorted(path.parent.name for path in FIXTURES.glob("*/golden.safetensors"))
+WITH_GOLDENS = sorted(path.parent.name for path in FIXTURES.glob("*/golden.safetensors") if has("families") or
+                      read_json(path.with_name("config.json"))["model_type"] == "gpt_oss")
 
 
 def floats(raw):
@@ -19,6 +21,22 @@ def golden(fixture):
     logits, ids = (content[slice(*header[name]["data_offsets"])] for name in ("logits", "ids"))
     size = {"I32": ("i", 4), "I64": ("q", 8)}[header["ids"]["dtype"]]
     return struct.unpack(f"<{len(ids) // size[1]}{size[0]}", ids), header["logits"]["shape"], floats(logits)
+
+
+def goldens(fixture):
+    """Shape and numbers of every tensor but ids."""
+    header, content = read_safetensors(FIXTURES / fixture / "golden.safetensors")
+    found = {}
+    for name, entry in header.items():
+        if name not in ("ids", "__metadata__"):
+            raw = content[slice(*entry["data_offsets"])]
+            form, size = {"I32": ("i", 4), "I64": ("q", 8), "F32": ("f", 4)}[entry["dtype"]]
+            found[name] = entry["shape"], struct.unpack(f"<{len(raw) // size}{form}", raw)
+    return found
+
+
+def as_option(ids):
+    return "--ids", ",".join(map(str, ids))
 
 
 def read_npy(path):
@@ -38,10 +56,9 @@ def save(model, folder, *options):
 
 
 def test_file_has_transformers_logits(folder):
-    needs("families")
     def check(fixture):
         ids, shape, expected = golden(fixture)
-        chosen = ["--ids", ",".join(map(str, ids))]
+        chosen = as_option(ids)
         found_shape, found = save(FIXTURES / fixture, folder, *chosen, "--all")
         (folder / "logits.npy").rename(folder / "all.npy")
         same(found_shape, shape, "shape")
@@ -51,6 +68,31 @@ def test_file_has_transformers_logits(folder):
         piped = infer("logits", FIXTURES / fixture, *chosen, "--all", "-o", "/dev/stdout").out
         same(piped, (folder / "all.npy").read_bytes(), "through a pipe")
     each([(fixture,) for fixture in WITH_GOLDENS], check)
+
+
+def test_tap_has_transformers_stages(folder):
+    def check(fixture):
+        stages = folder / fixture
+        infer("logits", FIXTURES / fixture, *as_option(golden(fixture)[0]), "--all", "--tap", stages)
+        for name, (shape, expected) in goldens(fixture).items():
+            layers, stage = name.split(".")[1:] if "." in name else (len(list(stages.glob("q.*.npy"))), name)
+            found_shape, found = read_npy(stages / f"{stage}.{layers}.npy")
+            same(found_shape, [math.prod(shape[:-1]), shape[-1]], f"shape of {name}")
+            error = math.dist(found, expected) / math.hypot(*expected)
+            expect(error < 1e-4, f"{name}: relative error {error:.1e}")
+    each([(fixture,) for fixture in WITH_GOLDENS], check)
+
+
+def test_tap_appends_what_comes_in_several_steps(folder):
+    """600 tokens are two steps of at most 512: the same rows as in one step, which the first 512 are alone."""
+    ids = [i * 7 % 440 for i in range(600)]
+    for n in (512, 600):
+        infer("logits", PARROT, *as_option(ids[:n]), "--all", "--tap", folder / str(n))
+    for file in (folder / "512").iterdir():
+        (rows, cols), found = read_npy(file)
+        same(read_npy(folder / "600" / file.name)[0], [rows * 600 // 512, cols], file.name)
+        same(read_npy(folder / "600" / file.name)[1][:len(found)] == found, True, f"the same numbers in {file.name}")
+    refused("logits", PARROT, "--ids", 1, "--tap", folder, code=1, words=[str(folder), "another name"])
 
 
 def test_nan_of_an_expert(folder):
@@ -80,7 +122,7 @@ def rows(text):
 def test_likeliest_tokens(folder):
     """In the order of the file, with softmax and text; after a prompt as text as after its ids."""
     ids = ids_of(infer("tokenize", PARROT, stdin="Hello"))
-    chosen = ["--ids", ",".join(map(str, ids))]
+    chosen = as_option(ids)
     _, all_logits = save(PARROT, folder, *chosen)
     found = rows(infer("logits", PARROT, *chosen, "--top", 5).text)
     best = sorted(range(len(all_logits)), key=lambda i: -all_logits[i])[:5]

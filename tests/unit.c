@@ -829,6 +829,78 @@ static void json_is_strict(void) {
     }
 }
 
+/* ---- what config.json says ---- */
+
+/* Opens a model without weights of a config.json with this text, in an encoding or NULL. */
+static void open_shapes(Checkpoint *c, const char *config, const char *encoding) {
+    Error e;
+    char dir[] = "/tmp/infer-unit-XXXXXX", path[64];
+    check(mkdtemp(dir), "no folder below /tmp");
+    snprintf(path, sizeof path, "%s/config.json", dir);
+    FILE *f = fopen(path, "w");
+    check(f && fputs(config, f) >= 0 && !fclose(f), "%s cannot be written", path);
+    must(checkpoint_make_up(c, dir, encoding, &e), &e);
+    unlink(path);
+    rmdir(dir);
+}
+
+/* However config.json spells RoPE, angles and scale are those of transformers. */
+static void angles_equal_transformers(void) {
+    Error e;
+    cJSON *cases = json_read("tests/goldens/rope.json", 1 << 20, &e);
+    must(cases, &e);
+    const cJSON *one;
+    cJSON_ArrayForEach(one, cases) {
+        const char *name = json_string(one, "name");
+#ifndef ROOM_families
+        if (strcmp(json_string(json_get(one, "config"), "model_type"), "gpt_oss")) continue;
+#endif
+        char *config = json_text(json_get(one, "config"));
+        Checkpoint c;
+        open_shapes(&c, config, NULL);
+        free(config);
+        int n = c.model.rope_dim / 2;
+        const Rope *rope = c.model.layer[0].rope;
+        float *golden = numbers(json_get(one, "inv_freq"), n);
+        double scale = json_get(one, "scale")->valuedouble;
+        check(fabs((double)rope->scale - scale) < 1e-6, "%s: scale %g, not %g", name, (double)rope->scale, scale);
+        for (int i = 0; i < n; i++)
+            check(fabs((double)(rope->inv_freq[i] / golden[i]) - 1) < 1e-5, "%s: angle %d is %g, not %g", name, i,
+                  (double)rope->inv_freq[i], (double)golden[i]);
+        free(golden);
+        checkpoint_close(&c);
+    }
+    cJSON_Delete(cases);
+}
+
+/* Made up weights of gpt-oss have the bytes of the published checkpoints: total_size of 20b's index; 120b's model card
+ * says 60.8 GiB. Biases, sinks and norms are no matrices. A token takes keys and values of 8 heads of 64 in each layer.
+ */
+static void sizes_of_gpt_oss(void) {
+    static const struct {
+        int layers, experts;
+        double bytes, tolerance;
+    } models[] = {{24, 32, 13761264768, 0}, {36, 128, 60.8 * (1 << 30), 0.001}};
+    for (int i = 0; i < 2; i++) {
+        Checkpoint c;
+        LocalText config = text_print(
+            "{\"model_type\":\"gpt_oss\",\"vocab_size\":201088,\"hidden_size\":2880,\"intermediate_size\":2880,"
+            "\"num_hidden_layers\":%d,\"num_attention_heads\":64,\"num_local_experts\":%d,\"num_experts_per_tok\":4,"
+            "\"swiglu_limit\":7,\"rms_norm_eps\":1e-5,\"max_position_embeddings\":131072}",
+            models[i].layers, models[i].experts);
+        open_shapes(&c, config, NULL);
+        const Model *m = &c.model;
+        double bytes =
+            (double)reference.weight_bytes(m) + 2 * (models[i].layers * (13824 + 8641.0 * models[i].experts) + 2880);
+        uint64_t more = step_bytes(m, m->top_k, 1, 1) - step_bytes(m, m->top_k, 1, 0);
+        check(fabs(bytes / models[i].bytes - 1) <= models[i].tolerance, "%d layers: %.0f bytes, not %.0f",
+              models[i].layers, bytes, models[i].bytes);
+        check(more == (uint64_t)(models[i].layers * 2 * 8 * 64 * 2), "%d layers: %llu bytes in the cache",
+              models[i].layers, (unsigned long long)more);
+        checkpoint_close(&c);
+    }
+}
+
 static void router_and_experts(void) { real_router_and_experts(&reference, 1); }
 static void sinks(void) { real_sinks(&reference, F32, 0); }
 #ifdef ROOM_families
@@ -865,6 +937,8 @@ int main(int argc, char **argv) {
     run("unit: answers at random are rendered and read again", readings_are_rendered_and_read_again);
     run("unit: a conversation is saved as chat completions", conversations_are_chat_completions);
     run("unit: JSON is strict", json_is_strict);
+    run("unit: RoPE's angles equal transformers'", angles_equal_transformers);
+    run("unit: gpt-oss is as large as published", sizes_of_gpt_oss);
 #ifdef ROOM_families
     families_tests();
 #endif
