@@ -699,11 +699,12 @@ static void read_gpt_oss(Loader *load, Model *m) {
     read_sizes(load, m, (Sizes){0});
     read_heads(load, m, 8, 64);
     double theta = config_number(load, config, "rope_theta", 1e-6, 1e12, 150000);
+    /* without an object: YaRN from 4,096 positions to 131,072 */
     if (!rope) m->context = MAX(m->context, 32 * 4096);
     load->rope[0] = rope ? read_rope(load, m, rope, theta, NULL) : yarn(load, m, NULL, theta, 32, 4096, false);
     load->rope[1] = load->rope[0];
     int window = config_optional(load, "sliding_window", 1, INT32_MAX, 128);
-    for (int i = 0; i < m->n_layers; i++) /* even layers see the window, odd ones all */
+    for (int i = 0; i < m->n_layers && !failed(load); i++) /* even layers see the window, odd ones all */
         read_layer_type(load, m, i, "full_attention sliding_attention", i % 2 == 0, window);
     m->n_experts = config_whole(load, "num_local_experts", 1, 1024, REQUIRED);
     m->top_k = config_whole(load, "num_experts_per_tok", 1, m->n_experts, REQUIRED);

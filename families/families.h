@@ -1,17 +1,15 @@
-/* families.h: what several families share; llama.c has it. */
+/* families.h: what several families share. llama.c has it, experts.c the layouts of experts. */
 #ifndef FAMILIES_H
 #define FAMILIES_H
 
 #include "host.h"
 
-/* The same RoPE in all layers: also with Llama 3.1's scaling, or with the divisors of a GGUF file. theta: what a
- * missing rope_theta means. */
+extern const RopeScaling llama3; /* of Llama 3.1 */
+/* One RoPE for all layers, with the divisors that a GGUF file may have. theta: what a missing rope_theta means. */
 void read_one_rope(Loader *load, Model *m, double theta);
-extern const RopeScaling llama3;
 /* All layers have this window; 0: none has one. layer_types must agree. */
 void read_one_window(Loader *load, Model *m, int window);
-/* Sizes, heads, RoPE and activation of models like Llama; what missing keys mean as in read_sizes() and read_heads().
- */
+/* Sizes, heads, RoPE and activation of models like Llama. What missing keys mean: as in read_sizes(), read_heads(). */
 void read_plain(Loader *load, Model *m, Sizes absent, int kv_heads, int head_dim, double theta);
 /* Moves on to text_config, which describes the text model, of the family `model_type`, in a model of texts and
  * pictures; is this tensor one of its other parts? */

@@ -1,10 +1,8 @@
-/* llama.c: Llama, Mistral, Qwen: dense models that differ in a few keys; and what the other families share with them.
- */
+/* llama.c: Llama, Mistral and Qwen, dense models that differ in a few keys; and what other families share with them. */
 #include "families.h"
 
 #include <math.h>
 #include <string.h>
-#include <sys/param.h>
 
 /* ---- config.json ---- */
 
