@@ -652,8 +652,8 @@ static bool left_out(const Loader *load, const char *name) {
     static const char ignored[] = "input_scale weight_shape input_global_scale input_zero_point input_scale_ub k_scale "
                                   "v_scale q_scale kv_scale prob_scale output_scale";
     const char *dot = strrchr(name, '.');
-    return strstr(name, ".rotary_emb.inv_freq") || strstr(name, "activation_scale") ||
-           (dot && text_listed(ignored, dot + 1)) || (load->tied && strstr(name, "lm_head.weight")) ||
+    return strstr(name, "activation_scale") || (dot && text_listed(ignored, dot + 1)) ||
+           (load->tied && strstr(name, "lm_head.weight")) ||
            (load->family->left_out && load->family->left_out(load, name));
 }
 

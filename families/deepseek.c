@@ -157,11 +157,11 @@ static void bind_deepseek_v2(Loader *load, Model *m) { bind_deepseek(load, m, 2,
 static void bind_deepseek_v3(Loader *load, Model *m) { bind_deepseek(load, m, 1, 3); }
 
 /* Layers behind the last predict a second token. */
-static bool predicts_more(const Loader *load, const char *name) {
+static bool left_out(const Loader *load, const char *name) {
     const char *layer = strstr(name, "layers.");
-    return layer && strtol(layer + 7, NULL, 10) >= load->c->model.n_layers;
+    return is_no_text(load, name) || (layer && strtol(layer + 7, NULL, 10) >= load->c->model.n_layers);
 }
 
-const Family deepseek[] = {{"deepseek_v2", read_deepseek_v2, bind_deepseek_v2, predicts_more},
-                           {"deepseek_v3", read_deepseek_v3, bind_deepseek_v3, predicts_more},
+const Family deepseek[] = {{"deepseek_v2", read_deepseek_v2, bind_deepseek_v2, left_out},
+                           {"deepseek_v3", read_deepseek_v3, bind_deepseek_v3, left_out},
                            {0}};

@@ -112,5 +112,6 @@ static void bind_qwen3_moe(Loader *load, Model *m) {
     }
 }
 
-const Family experts[] = {
-    {"mixtral", read_mixtral, bind_mixtral, NULL}, {"qwen3_moe", read_qwen3_moe, bind_qwen3_moe, NULL}, {0}};
+const Family experts[] = {{"mixtral", read_mixtral, bind_mixtral, is_no_text},
+                          {"qwen3_moe", read_qwen3_moe, bind_qwen3_moe, is_no_text},
+                          {0}};

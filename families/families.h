@@ -12,9 +12,10 @@ void read_one_window(Loader *load, Model *m, int window);
 /* Sizes, heads, RoPE and activation of models like Llama. What missing keys mean: as in read_sizes(), read_heads(). */
 void read_plain(Loader *load, Model *m, Sizes absent, int kv_heads, int head_dim, double theta);
 /* Moves on to text_config, which describes the text model, of the family `model_type`, in a model of texts and
- * pictures; is this tensor one of its other parts? */
+ * pictures. */
 void read_text_config(Loader *load, const char *model_type);
-bool is_of_pictures(const Loader *load, const char *name);
+/* Is this tensor one of its other parts, or a table of angles, as old files have them? */
+bool is_no_text(const Loader *load, const char *name);
 
 /* The norms before attention and before the MLP. */
 void bind_norms(Loader *load, const Model *m, Layer *l);

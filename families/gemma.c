@@ -89,7 +89,7 @@ static void bind_gemma3(Loader *load, Model *m) {
     }
 }
 
-const Family gemma[] = {{"gemma2", read_gemma2, bind_gemma2, NULL},
-                        {"gemma3_text", read_gemma3, bind_gemma3, NULL},
-                        {"gemma3", read_gemma3_nested, bind_gemma3, is_of_pictures},
+const Family gemma[] = {{"gemma2", read_gemma2, bind_gemma2, is_no_text},
+                        {"gemma3_text", read_gemma3, bind_gemma3, is_no_text},
+                        {"gemma3", read_gemma3_nested, bind_gemma3, is_no_text},
                         {0}};

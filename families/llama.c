@@ -54,8 +54,9 @@ void read_text_config(Loader *load, const char *model_type) {
         config_bad(load, load->config, "model_type", model_type); /* Ministral 3 has other formulas */
 }
 
-bool is_of_pictures(const Loader *load, const char *name) {
-    return strstr(name, "vision_tower.") || strstr(name, "multi_modal_projector.");
+bool is_no_text(const Loader *load, const char *name) {
+    const bool picture = strstr(name, "vision_tower.") || strstr(name, "multi_modal_projector.");
+    return strstr(name, ".rotary_emb.inv_freq") || (picture && load->config != load->file);
 }
 
 /* ---- binding ---- */
@@ -153,9 +154,7 @@ static void bind_qwen3(Loader *load, Model *m) {
     }
 }
 
-const Family llama[] = {{"llama", read_llama, bind_llama, NULL},
-                        {"mistral", read_mistral, bind_llama, NULL},
-                        {"mistral3", read_mistral3, bind_llama, is_of_pictures},
-                        {"qwen2", read_qwen2, bind_qwen2, NULL},
-                        {"qwen3", read_qwen3, bind_qwen3, NULL},
-                        {0}};
+const Family llama[] = {
+    {"llama", read_llama, bind_llama, is_no_text},       {"mistral", read_mistral, bind_llama, is_no_text},
+    {"mistral3", read_mistral3, bind_llama, is_no_text}, {"qwen2", read_qwen2, bind_qwen2, is_no_text},
+    {"qwen3", read_qwen3, bind_qwen3, is_no_text},       {0}};
