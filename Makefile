@@ -33,6 +33,7 @@ PACKAGES  = libcjson-dev libpcre2-dev libedit-dev libcurl4-openssl-dev libssl-de
 SOURCES   = base.c tokenizer.c chat.c scheduler.c extensions.c download.c infer.c \
             $(wildcard $(foreach room,$(ROOMS),$(room)/*.c))
 REFERENCE = $(SOURCES) tests/reference.c
+TESTED    = $(sort $(REFERENCE) $(wildcard commands/random.c))
 
 # Products and sums stay apart (-ffp-contract=off), so that sampling.h draws alike everywhere. Callbacks get more than
 # they use, so unused parameters are no warning.
@@ -70,7 +71,7 @@ test-gpu: $(BUILD)/cuda/gpu $(HERE)infer ## the tests that need a GPU; where the
 	$(BUILD)/cuda/gpu
 
 # __wrap_cudaMalloc makes each allocation fail in turn
-$(BUILD)/cuda/gpu: $(call objects,cuda,$(REFERENCE) tests/gpu.c) $(BUILD)/cuda/infer.cu.o $(BUILD)/cuda/tests/card.cu.o
+$(BUILD)/cuda/gpu: $(call objects,cuda,$(TESTED) tests/gpu.c) $(BUILD)/cuda/infer.cu.o $(BUILD)/cuda/tests/card.cu.o
 	$(NVCC) $(ARCHES) -Xlinker --wrap=cudaMalloc $^ -o $@ $(LIBS) -lcublasLt
 
 # The quick ones of these tests without a GPU: infer.cu, card.cu and the rooms' parts, but fast/, as C++ (tests/emulated/).
@@ -81,7 +82,7 @@ EMULATED_FLAGS = -std=c++17 -O2 -g -fno-strict-aliasing -ffp-contract=off -w -MM
           -DPIECE_BYTES=4096 -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(EMULATED_ROOMS))
 AS_CPP  = -e 's/extern __shared__( __align__\([0-9]+\))? (\w+) (\w+)\[\];/\2 *\3 = (\2 *)emulated::shared;/' \
           -e 's/(\w+|\([^()]*\))<<<(.*)>>>\(/emulated::Launch{\2}(\1, /'
-$(BUILD)/emulated/gpu: $(call objects,emulated,$(REFERENCE) tests/gpu.c) \
+$(BUILD)/emulated/gpu: $(call objects,emulated,$(TESTED) tests/gpu.c) \
                     $(patsubst %,$(BUILD)/emulated/%.o,infer.cu card.cu emulate.cpp)
 	$(CXX) -Wl,--wrap=cudaMalloc $^ -o $@ $(LIBS)
 
@@ -105,7 +106,7 @@ reference: $(HERE)infer-reference ## ./infer-reference, the plain C twin, which 
 $(HERE)infer-reference: $(call objects,reference,$(REFERENCE))
 	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
 
-$(BUILD)/reference/unit: $(call objects,reference,$(REFERENCE) tests/unit.c)
+$(BUILD)/reference/unit: $(call objects,reference,$(TESTED) tests/unit.c)
 	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
 
 $(BUILD)/reference/%.o: %.c Makefile $(BUILD)/rooms.txt
@@ -119,7 +120,7 @@ asan: $(BUILD)/asan/infer-reference $(BUILD)/asan/unit ## the twin and the unit 
 $(BUILD)/asan/infer-reference: $(call objects,asan,$(REFERENCE))
 	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
 
-$(BUILD)/asan/unit: $(call objects,asan,$(REFERENCE) tests/unit.c)
+$(BUILD)/asan/unit: $(call objects,asan,$(TESTED) tests/unit.c)
 	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
 
 $(BUILD)/asan/tests/reference.o: SANITIZE += -O3 # it computes

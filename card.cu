@@ -114,7 +114,7 @@ static double cuda_flat_read(void *state, uint64_t bytes) {
 /* The type on the card for a Linear. If rows become columns (as in Rows), there are no codes. */
 static Type card_type(const Linear &w, bool columns) {
     if (columns) return w.type == F16 ? F16 : BF16;
-    return w.type < FIRST_ROOM_TYPE ? w.type : coded_type(w);
+    return w.type < FIRST_ROOM_TYPE ? types[w.type].card : coded_type(w);
 }
 /* One type for Linears that share a Matrix. */
 static Type common_type(Type a, Type b) {
@@ -126,7 +126,6 @@ static Type common_type(Type a, Type b) {
 /* A part of one matrix of a Linear. `from` lies on the card and counts rows and columns of the whole matrix. */
 struct Source {
     Linear linear;
-    TypeInfo info; /* types[linear.type] */
     Stored from;
     int row, rows, column, columns; /* what is here */
     int matrix;                     /* which of the Matrix's */
@@ -211,7 +210,7 @@ static __global__ void place_weights(Source s, Matrix m, Rows rows, int *bad) {
     uint8_t *matrix = m.data + s.matrix * m.bytes;
     Weight w[4] = {};
     for (int k = 0; k < 4 && c + k < s.column + s.columns; k++) {
-        w[k] = any_weight_at(&s.linear, s.info, &s.from, row, c + k);
+        w[k] = weight_at(card_types, &s.linear, &s.from, row, c + k);
         const float value = w[k].a * (w[k].q - w[k].zero) + w[k].b;
         const size_t place = rows.columns ? (size_t)(c + k) * m.stride + to : (size_t)to * m.stride + c + k;
         if (isnan(value)) *bad = 1;
@@ -245,8 +244,9 @@ static __global__ void place_fp4(Source s, Matrix m, Rows rows, int *bad) {
     const int each = s.columns / 32, i = blockIdx.x * blockDim.x + threadIdx.x;
     const int row = s.row + i / each, b = i % each, to = rows.of(row), g = to % 8, high = to / 8 % 2;
     if (row >= s.row + s.rows) return;
-    const bool whole = s.info.bytes == 17; /* a block begins with its scale, and weights i and i + 16 share a byte */
-    const uint8_t *block = s.from.data.data + row * s.from.data.stride + b * s.info.bytes;
+    const int bytes = card_types[s.linear.type].bytes;
+    const bool whole = bytes == 17; /* a block begins with its scale, and weights i and i + 16 share a byte */
+    const uint8_t *block = s.from.data.data + row * s.from.data.stride + b * bytes;
     const uint8_t scale = whole ? *block++ : s.from.scale.data[row * s.from.scale.stride + b];
     uint8_t *chunk = m.chunk(s.matrix, to, b * 32, FP4_CHUNK);
     if (scale > MAX_FP4_SCALE) *bad = 1; /* 255 is NaN */
@@ -259,34 +259,11 @@ static __global__ void place_fp4(Source s, Matrix m, Rows rows, int *bad) {
         *(uint2 *)(chunk + (g * 4 + b % 2 * 2 + half) * 16 + high * 8) = make_uint2(word[0], word[1]);
     }
 }
-/* Random weights of about 1 / sqrt(cols). One thread a word. */
-static __global__ void make_up(Matrix m, uint32_t seed) {
-    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < m.bytes * m.n / 4;
-         i += (size_t)gridDim.x * blockDim.x) {
-        uint32_t bits = ((uint32_t)i ^ seed) * 2654435761u;
-        bits = (bits ^ bits >> 15) * 2246822519u;
-        bits ^= bits >> 13;
-        const float most = sqrtf(3.f / m.cols) / 32768, low = (int16_t)bits * most, high = (int16_t)(bits >> 16) * most;
-        if (m.type == F32) { /* uniform, as F16 and BF16 */
-            ((float *)m.data)[i] = low;
-        } else if (m.type == F16) {
-            ((__half2 *)m.data)[i] = __floats2half2_rn(low, high);
-        } else if (m.type == BF16) {
-            ((__nv_bfloat162 *)m.data)[i] = __floats2bfloat162_rn(low, high);
-        } else if (m.type == MXFP4) { /* all e2m1 values are equally likely: root mean square 2.93; one scale */
-            uint32_t scale = 127 + FP4_SCALE - (uint32_t)rintf(log2f(2.93f * sqrtf(m.cols)));
-            ((uint32_t *)m.data)[i] = i * 4 % FP4_CHUNK < 512 ? bits : scale * 0x01010101;
-        } else {
-            ((uint32_t *)m.data)[i] = made_up_word(m, i, bits);
-        }
-    }
-}
-
 /* ---- reading them ---- */
 
 void Upload::add(const Linear &w, const Matrix &to, Rows place, int layer, const char *name) {
     const View &data = w.each->data;
-    const int columns = line_columns(w.type);
+    const int columns = types[w.type].columns;
     int n = std::max<size_t>(1, PIECE / std::max<size_t>(1, data.stride));
     if (columns) n = std::max(1, n * columns / CHUNK) * CHUNK / columns; /* whole chunks */
     for (int i = 0; i < w.n; i++)
@@ -302,7 +279,7 @@ size_t Upload::stage(const Piece &p, uint8_t *host, uint8_t *card, Source *s, Er
     const Job &j = job[p.job];
     const Linear &w = j.linear;
     const char *name = j.name.c_str();
-    const int columns = line_columns(w.type);
+    const int columns = types[w.type].columns;
     Plan plan = {host, 0};
     bool ok = true;
     /* Takes lines of a view, with what lies between them. From now on the view lies on the card. */
@@ -322,11 +299,11 @@ size_t Upload::stage(const Piece &p, uint8_t *host, uint8_t *card, Source *s, Er
         size_t first = 0, lines = view->lines; /* all are needed, unless they run along the lines of the matrix */
         const int from = columns ? s->column : s->row, n = columns ? s->columns : s->rows;
         const int each = columns ? g.cols : g.rows;
-        if (each && (columns ? !s->from.group : !line_columns(g.type) && !g.transposed))
+        if (each && (columns ? !s->from.group : !types[g.type].columns && !g.transposed))
             first = from / each, lines = (from + n - 1) / each - first + 1;
         if (each) take(view, first, lines);
     };
-    *s = {w, types[w.type], j.linear.each[p.matrix], p.line, p.n, 0, w.cols, p.matrix};
+    *s = {w, j.linear.each[p.matrix], p.line, p.n, 0, w.cols, p.matrix};
     if (columns) s->row = 0, s->rows = w.rows, s->column = columns * p.line;
     if (columns) s->columns = std::min(columns * p.n, w.cols - s->column);
     take(&s->from.data, p.line, p.n);
@@ -495,14 +472,8 @@ cudaError_t Walk::all() {
 /* Loads all weights. BAD_MODEL, with the name, if a file shrank or a weight is NaN. */
 static bool load_model(Gpu *gpu, Error *e) {
     Upload upload = {gpu};
-    uint32_t seed = 1;
     CUDA((Walk{gpu, &upload}.all()));
-    if (!gpu->model.made_up) return upload.run(e);
-    for (const Upload::Job &j : upload.job)
-        if (!j.place.first) make_up<<<1024, 256>>>(j.to, seed++ * 0x9E3779B9u); /* once a Matrix */
-    CUDA(cudaGetLastError());
-    CUDA(cudaDeviceSynchronize());
-    return true;
+    return upload.run(e);
 }
 
 /* ---- opening ---- */

@@ -3,7 +3,7 @@
 #ifndef CARD_CUH
 #define CARD_CUH
 
-#include "decode.h"
+#include "infer.h"
 
 #include <array>
 #include <cublasLt.h>
@@ -258,15 +258,12 @@ struct Source;
 struct Walk;
 
 /* Types of rooms. For card.cu: the type on the card for a Linear, or for two that share a Matrix (BF16 if there is no
- * other); can coded_weight() read this type; columns of a line in a file, 0: a line is a row. */
+ * other); can coded_weight() read this type. */
 Type coded_type(const Linear &w);
 Type common_code(Type a, Type b);
 bool reads_one(Type t);
-int line_columns(Type type);
 /* Stores four neighbouring weights of a row, and the word of their columns if they are its first. */
 __device__ inline void place_codes(const Source &s, const Matrix &m, int row, int to, int c, const Weight (&w)[4]);
-/* The i-th word of a Matrix of random weights, from random bits. */
-__device__ inline uint32_t made_up_word(const Matrix &m, size_t i, uint32_t bits);
 /* For infer.cu: a weight, and a matrix as bf16, in gpu->decoded. */
 __device__ inline float coded_weight(const Matrix &m, size_t row, int column);
 cudaError_t decode_matrix(const Gpu *gpu, const Matrix &m);

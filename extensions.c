@@ -2,17 +2,12 @@
  * defines ROOM_NAME for each room that is there (Makefile, ROOMS). */
 #include "host.h"
 #ifdef ROOM_encodings
-#include "encodings/types.h"
+#include "encodings/blocks.h"
 #endif
 
-const TypeInfo types[] = {
-    {"BF16", "BF16", 1, 2, 16, 0},
-    {"F16", "F16", 1, 2, 16, 0},
-    {"F32", "F32", 1, 4, 32, 0},
-    {"MXFP4", "U8", 32, 16, 4, 0},
-    {"E8M0", "F8_E8M0", 1, 1, 8, 0},
+const TypeInfo types[] = {CORE_TYPES(TYPE_ROW)
 #ifdef ROOM_encodings
-    ENCODING_TYPES,
+                              PACKED_TYPES(TYPE_ROW) BLOCK_TYPES(TYPE_ROW)
 #endif
 };
 _Static_assert(sizeof types / sizeof *types <= MAX_TYPES, "MAX_TYPES");

@@ -13,18 +13,20 @@ __host__ __device__ constexpr int coded_chunk(Type) { return 0; }
 
 #ifdef LOADS
 
+/* types[], for kernels. */
+static __constant__ const TypeInfo card_types[] = {CORE_TYPES(TYPE_ROW)
+#ifdef ROOM_encodings
+                                                       PACKED_TYPES(TYPE_ROW) BLOCK_TYPES(TYPE_ROW)
+#endif
+};
+
 #ifdef ROOM_encodings
 #include "encodings/load.cuh"
 #else
 Type coded_type(const Linear &) { return BF16; }
 Type common_code(Type, Type) { return BF16; }
 bool reads_one(Type) { return false; }
-int line_columns(Type) { return 0; }
 __device__ inline void place_codes(const Source &, const Matrix &, int, int, int, const Weight (&)[4]) {}
-__device__ inline uint32_t made_up_word(const Matrix &, size_t, uint32_t) { return 0; }
-BOTH Weight any_weight_at(const Linear *w, TypeInfo, const Stored *one, size_t row, size_t column) {
-    return weight_at(w, one, row, column);
-}
 #endif
 
 #ifdef ROOM_families

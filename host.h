@@ -57,6 +57,7 @@ typedef struct {
     size_t size;
 } TensorFile;
 typedef struct Container Container;
+typedef struct Loader Loader;
 typedef struct {
     const Container *container;
     Tensor *tensor; /* sorted by name */
@@ -77,6 +78,10 @@ struct Container {
     /* What the hub's file `name` holds (config.json, tokenizer.json, ...; chat_template.jinja is a string). It may
      * share texts with t->metadata. NULL: there is no such file, or an error. */
     cJSON *(*json)(const Tensors *t, const char *path, const char *name, Error *e);
+    /* A container that makes weights (both, or NULL): the type of a module's matrix; the bytes of *t, which binding
+     * requires and no file has. It is of w or, w NULL, a vector. The first error fills load->e. */
+    Type (*type)(const Loader *load, const char *name);
+    void (*make)(Loader *load, Tensor *t, const char *suffix, Type type, const Linear *w);
     bool in_files;               /* json() reads the tensors' files, which must be open */
     bool whole_norms;            /* norms are stored as w, also in families whose safetensors have w - 1 */
     bool neighbours;             /* RoPE turns neighbouring rows of q and k, if config.json has rope_interleave */
@@ -113,10 +118,8 @@ typedef struct {
 /* Opens a model; weights are mapped, not read. BAD_MODEL with file, field or tensor, expected
  * and found. */
 bool checkpoint_open(Checkpoint *c, const char *dir, Error *e);
-/* Opens a model without weights (Model.made_up) from its config.json alone. `encoding` names a type of types[], or is
- * Q4_K_M, a mixture; else USAGE. NULL: BF16. Routers are always BF16. Embedding and head are BF16, too, unless
- * `encoding` is one of GGUF's types. */
-bool checkpoint_make_up(Checkpoint *c, const char *dir, const char *encoding, Error *e);
+/* The same as this container, which makes the weights. */
+bool checkpoint_open_as(const Container *container, Checkpoint *c, const char *dir, Error *e);
 void checkpoint_close(Checkpoint *c);
 
 /* ---- reading a model: what families/ and encodings/ use ---- */
@@ -141,7 +144,6 @@ struct Loader { /* a model being read. After the first error, which fills *e, no
     bool tied;           /* embed and head are one */
     const Container *container;
     /* encodings/: */
-    const char *encoding;      /* of made up matrices; NULL: BF16 */
     const cJSON *quantization; /* quantization_config, or NULL */
     bool zeros;                /* all groups of compressed-tensors have zero points */
     Error *e;
@@ -210,9 +212,11 @@ bool is_float(Type type);
 
 /* The tensor PREFIX NAME SUFFIX. NULL: the files do not have it. */
 Tensor *find_tensor(const Loader *load, const char *name, const char *suffix);
-/* Finds that tensor and checks its shape, of which a last 1 may be missing, and the dtype of `type` (NO_TYPE: any).
- * Returns a made up one, without data, if there are no files or if the check fails. */
-Tensor *bind_tensor(Loader *load, const char *name, const char *suffix, Type type, int dims, const int64_t *shape);
+/* Finds that tensor, a part of w or, w NULL, a vector, and checks its shape, of which a last 1 may be missing, and the
+ * dtype of `type` (NO_TYPE: any). If it is missing, the container may make it; else, and if the check fails, returns
+ * one without data. */
+Tensor *bind_tensor(Loader *load, const char *name, const char *suffix, Type type, const Linear *w, int dims,
+                    const int64_t *shape);
 bool tensor_is(Loader *load, const Tensor *t, bool ok, const char *expected); /* refuses it unless `ok` */
 const char *file_of(const Loader *load, const Tensor *t);
 /* Marks a tensor as part of a matrix of this type, of whose weights it holds `values`. */
@@ -246,7 +250,6 @@ typedef struct {                                 /* matrices that are not plain 
     /* Cuts rows first, first + 1, ... out of w's codes (g: of its type) or a grid, whose view is v. False: v's lines
      * are rows. */
     bool (*cut)(Loader *load, View *v, const Linear *w, Grid g, int first, int rows);
-    bool (*knows)(const char *encoding, Error *e); /* is there an encoding of this name, for made up weights? USAGE */
 } Packing;
 extern const Packing *const packings[]; /* the first that binds counts; extensions.c */
 
@@ -412,8 +415,7 @@ enum {
     NEED_TOKENIZER = 1,
     NEED_CHAT = 2,       /* and a chat format; an error if the model has none */
     NEED_CHECKPOINT = 4, /* config and weights */
-    NEED_SHAPES = 8,     /* the same; without weights config.json is enough */
-    USE_TOKENIZER = 16   /* if there is one */
+    USE_TOKENIZER = 8    /* if there is one */
 };
 typedef struct {
     char *dir, *name; /* its path, and its name as the user gave it */
@@ -425,8 +427,7 @@ typedef struct {
     Engine engine;
     Scheduler *scheduler; /* of the engine */
     /* A command sets these before it opens the session: */
-    const char *encoding; /* of made up weights, if there are no files; or NULL */
-    Tap *tap;             /* looks into each step, see infer.h; or NULL */
+    Tap *tap; /* looks into each step, see infer.h; or NULL */
     void *tap_data;
     bool quiet;     /* nothing is said of loading */
     char where[64]; /* "GPU 0 (14.1 GB of 139.8 GB)" */

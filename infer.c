@@ -9,7 +9,6 @@
  *
  * Data goes to stdout, everything else to stderr. A conversation in the terminal goes to stdout as a whole. Commands
  * that need no GPU never touch one. What a command opens is static: it goes with the process. */
-#include "decode.h"
 #include "host.h"
 
 #include <ctype.h>
@@ -523,13 +522,15 @@ Tensor *find_tensor(const Loader *load, const char *name, const char *suffix) {
     return tensors_find(&load->c->tensors, full);
 }
 
-Tensor *bind_tensor(Loader *load, const char *name, const char *suffix, Type type, int dims, const int64_t *shape) {
+Tensor *bind_tensor(Loader *load, const char *name, const char *suffix, Type type, const Linear *w, int dims,
+                    const int64_t *shape) {
     Tensor *t = find_tensor(load, name, suffix);
     bool fits = t && (t->dims == dims || (t->dims == dims - 1 && shape[t->dims] == 1)) &&
                 !memcmp(t->shape, shape, (size_t)t->dims * sizeof *shape);
     LocalText expected = fits ? NULL : shape_text(dims, shape);
     if (t) t->bound = true;
-    if (!t && !load->c->model.made_up)
+    bool made = !t && load->container->make;
+    if (!t && !made)
         bad_file(load, file_of(load, t), "tensor '%s%s%s' is missing, expected %s", load->prefix, name, suffix,
                  expected);
     if (t && tensor_is(load, t, fits, expected) &&
@@ -540,24 +541,21 @@ Tensor *bind_tensor(Loader *load, const char *name, const char *suffix, Type typ
     *t = (Tensor){.name = (char *)(uintptr_t)name, .dtype = types[type].dtype, .size = (size_t)types[type].bytes};
     for (int i = 0; i < dims; i++) t->size *= (size_t)shape[i];
     t->size /= (size_t)block_entries(type);
+    if (made && !failed(load)) load->container->make(load, t, suffix, type, w);
     return t;
 }
 
-/* The n elements of a tensor as floats. Made up norms are 1 and made up biases 0. */
+/* The n elements of a tensor as floats. */
 static const float *floats(Loader *load, const Tensor *t, size_t n) {
     const Type type = type_of(t);
-    const bool norm = strstr(t->name, "norm");
     if (!tensor_is(load, t, is_float(type), "BF16, F16 or F32")) return NULL;
     float *out = keep(load->c, n, sizeof *out);
-    for (size_t i = 0; i < n; i++) {
-        if (t->data) out[i] = code_at(type, t->data, 0, 0, i);
-        if (norm && !t->data) out[i] += 1;
-    }
+    for (size_t i = 0; i < n && t->data; i++) out[i] = types[type].weight(t->data + i * (size_t)types[type].bytes, 0).q;
     return out;
 }
 
 const float *bind_floats(Loader *load, const char *name, const char *suffix, int n) {
-    return floats(load, bind_tensor(load, name, suffix, NO_TYPE, 1, (int64_t[]){n}), (size_t)n);
+    return floats(load, bind_tensor(load, name, suffix, NO_TYPE, NULL, 1, (int64_t[]){n}), (size_t)n);
 }
 
 void belongs(Tensor *t, Type type, int64_t values) {
@@ -588,8 +586,8 @@ static void bind_plain(Loader *load, const char *name, Linear *w, Stored *one) {
     if (w->cols % values)
         bad_file(load, load->path, "%s has rows of %d, not whole blocks of %d as %s wants", name, w->cols, values,
                  types[w->type].name);
-    Tensor *found =
-        bind_tensor(load, name, ".weight", w->type, 2, (int64_t[]){w->rows, (int64_t)blocks * block_entries(w->type)});
+    Tensor *found = bind_tensor(load, name, ".weight", w->type, w, 2,
+                                (int64_t[]){w->rows, (int64_t)blocks * block_entries(w->type)});
     belongs(found, w->type, (int64_t)w->rows * w->cols);
     one->data = tensor_view(load, found, w->rows);
 }
@@ -598,6 +596,7 @@ Linear bind_linear(Loader *load, const char *name, int rows, int cols, int bias)
     Stored *one = keep(load->c, 1, sizeof *one);
     Linear w = {.type = BF16, .rows = rows, .cols = cols, .n = 1, .each = one};
     bool packed = false;
+    if (load->container->type) w.type = load->container->type(load, name);
     one->factor = 1;
     for (int i = 0; packings[i] && !packed; i++) packed = packings[i]->bind(load, name, &w, one);
     if (!packed) bind_plain(load, name, &w, one);
@@ -612,9 +611,10 @@ static Linear bind_mxfp4(Loader *load, const char *name, int pitch, int first, i
     const int n = load->c->model.n_experts, blocks = divided(cols, 32), all = n * pitch;
     Stored *each = keep(load->c, (size_t)n, sizeof *each);
     if (cols % 32) bad_file(load, load->path, "%s has rows of %d, not whole blocks of 32 as MXFP4 wants", name, cols);
-    Tensor *codes = bind_tensor(load, name, "_blocks", MXFP4, 4, (int64_t[]){n, pitch, blocks, 16});
-    Tensor *scales = bind_tensor(load, name, "_scales", E8M0, 3, (int64_t[]){n, pitch, blocks});
-    const Tensor *biases = bind_tensor(load, name, "_bias", NO_TYPE, 2, (int64_t[]){n, pitch});
+    const Linear w = {MXFP4, rows, cols, n, .scale = {E8M0, 1, 32, false}, .each = each};
+    Tensor *codes = bind_tensor(load, name, "_blocks", MXFP4, &w, 4, (int64_t[]){n, pitch, blocks, 16});
+    Tensor *scales = bind_tensor(load, name, "_scales", E8M0, &w, 3, (int64_t[]){n, pitch, blocks});
+    const Tensor *biases = bind_tensor(load, name, "_bias", NO_TYPE, NULL, 2, (int64_t[]){n, pitch});
     const View code_rows = tensor_view(load, codes, all), scale_rows = tensor_view(load, scales, all);
     const float *bias_of = failed(load) ? NULL : floats(load, biases, (size_t)all);
     float *bias = bias_of ? keep(load->c, (size_t)n * (size_t)rows, sizeof *bias) : NULL;
@@ -626,7 +626,7 @@ static Linear bind_mxfp4(Loader *load, const char *name, int pitch, int first, i
                            lines_of(scale_rows, begin, (size_t)step, rows), .factor = 1, .bias = bias + i * rows};
         for (int r = 0; r < rows; r++) bias[i * rows + r] = bias_of[begin + (size_t)(r * step)];
     }
-    return (Linear){MXFP4, rows, cols, n, .scale = {E8M0, 1, 32, false}, .each = each};
+    return w;
 }
 
 /* Even rows of gate_up_proj are gate's, odd ones up's. There always is a bias. */
@@ -667,7 +667,7 @@ void bind_ends(Loader *load, Model *m, bool tied) {
                  *head = find_tensor(load, "lm_head", ".weight");
     /* One matrix, under either name or both. Two that differ are not tied, whatever config.json says. */
     load->tied = config_true(load, "tie_word_embeddings", tied) && (!head || !table || same_tensor(head, table));
-    bool embed = !load->tied || table || m->made_up;
+    bool embed = !load->tied || table;
     if (embed) m->embed = m->head = bind_linear(load, "model.embed_tokens", m->vocab, m->dim, NO_BIAS);
     if (!embed || !load->tied) m->head = bind_linear(load, "lm_head", m->vocab, m->dim, false);
     if (!embed) m->embed = m->head;
@@ -741,7 +741,7 @@ const Family gpt_oss[] = {{"gpt_oss", read_gpt_oss, bind_gpt_oss, NULL}, {0}};
 /* Reads the model's config.json. */
 static bool open_config(Loader *load, const char *path) {
     Tensors *t = &load->c->tensors;
-    load->container = container_at(path);
+    if (!load->container) load->container = container_at(path);
     load->path = load->container->in_files ? text_print("%s", path) : path_join(path, "config.json");
     if (load->container->in_files && !tensors_open(t, path, load->e)) return false;
     load->file = model_json(load, path, "config.json");
@@ -757,24 +757,17 @@ static void close_config(Loader *load) {
     free(load->path);
 }
 
-static bool read_checkpoint(Checkpoint *c, const char *dir, bool made_up, const char *encoding, Error *e) {
-    LOCAL(close_config) Loader load = {.c = c, .e = e, .encoding = encoding};
-    *c = (Checkpoint){.model.made_up = made_up};
+bool checkpoint_open_as(const Container *container, Checkpoint *c, const char *dir, Error *e) {
+    LOCAL(close_config) Loader load = {.c = c, .container = container, .e = e};
+    *c = (Checkpoint){0};
     *e = (Error){0};
-    bool ok = open_config(&load, dir);
-    bool known = !encoding;
-    for (int i = 0; ok && !known && packings[i]; i++) known = packings[i]->knows(encoding, e);
-    if (ok && !known && !e->code) fail(e, USAGE, "this build has no encodings: --encoding is not known");
-    if (ok && !made_up && !load.container->in_files) tensors_open(&c->tensors, dir, e);
+    if (open_config(&load, dir) && !load.container->in_files && !container) tensors_open(&c->tensors, dir, e);
     if (!failed(&load)) bind_all(&load, &c->model);
     if (e->code) checkpoint_close(c);
     return !e->code;
 }
 
-bool checkpoint_open(Checkpoint *c, const char *dir, Error *e) { return read_checkpoint(c, dir, false, NULL, e); }
-bool checkpoint_make_up(Checkpoint *c, const char *dir, const char *encoding, Error *e) {
-    return read_checkpoint(c, dir, true, encoding, e);
-}
+bool checkpoint_open(Checkpoint *c, const char *dir, Error *e) { return checkpoint_open_as(NULL, c, dir, e); }
 
 void checkpoint_close(Checkpoint *c) {
     for (int i = 0; i < c->owned_n; i++) free(c->owned[i]);
@@ -1122,13 +1115,8 @@ static char *get_model(const char *argument, Error *e) {
 /* Opens config and weights if they are needed, and always a container's files that hold the tokenizer. */
 static bool open_checkpoint(Session *s, int need, Error *e) {
     Checkpoint *c = &s->checkpoint;
-    if (!(need & (NEED_CHECKPOINT | NEED_SHAPES)))
-        return !container_at(s->dir)->in_files || tensors_open(&c->tensors, s->dir, e);
-    const bool weights = model_entry(s->dir).bytes;
-    if (weights && s->encoding)
-        return fail(e, USAGE, "%s has weights; --encoding is for a directory that has only config.json", s->dir);
-    if (weights || need & NEED_CHECKPOINT) return checkpoint_open(c, s->dir, e);
-    return checkpoint_make_up(c, s->dir, s->encoding, e);
+    if (need & NEED_CHECKPOINT) return checkpoint_open(c, s->dir, e);
+    return !need || !container_at(s->dir)->in_files || tensors_open(&c->tensors, s->dir, e);
 }
 
 /* A JsonFile: what the model's container has. */

@@ -16,26 +16,83 @@ extern "C" {
 
 enum { PAGE = 64 }; /* tokens in one page of the key/value cache, all layers */
 
-/* How the bytes of a matrix encode weights. Rooms add types of their own, from FIRST_ROOM_TYPE on. */
-typedef int Type;
-enum {
-    BF16,
-    F16,
-    F32,
-    MXFP4, /* e2m1, low nibble first, a scale of E8M0 for 32 columns (OCP Microscaling Formats 1.0) */
-    E8M0,  /* in grids only: 2^(e - 127); 255 is NaN */
-    FIRST_ROOM_TYPE,
-    MAX_TYPES = 64,
-    NO_TYPE = -1 /* in place of a type: any, or unknown */
-};
+/* ---- types: how the bytes of a matrix encode weights ---- */
 
+typedef int Type;
+typedef struct { /* the weight is a (q - zero) + b: q is its code, a comes from the scales, b from minima */
+    float q, zero, a, b;
+} Weight;
+
+/* A type is a row of CORE_TYPES or of a room's list: its name and these columns. */
 typedef struct {
     const char *name, *dtype; /* dtype: of its tensors, as safetensors spells it */
     int values, bytes;        /* in a block, whose bytes lie together */
     int bits, zero;           /* of a code; the middle of unsigned codes, their zero unless the file has others */
+    int columns;              /* of a line of its tensor, which crosses all rows; 0: a line is a row */
+    Type card;                /* how its codes lie on the card */
+    Weight (*weight)(const unsigned char *block, int i); /* number i of a block, without the matrix's own scales */
+    /* For made-up weights: stores x as a block of one value, or as the scale of a block of random bytes. NULL: it has
+     * none, and any bytes are codes. */
+    void (*put)(unsigned char *block, float x);
 } TypeInfo;
 extern const TypeInfo types[]; /* by Type; extensions.c */
 extern const int types_n;
+
+BOTH uint16_t half_at(const unsigned char *p) { return (uint16_t)(p[0] | p[1] << 8); }
+BOTH uint32_t word_at(const unsigned char *p) { return half_at(p) | (uint32_t)half_at(p + 2) << 16; }
+BOTH int nibble_at(const unsigned char *data, int i) { return data[i / 2] >> i % 2 * 4 & 15; }
+
+BOTH Weight coded(float q, float a, float b) {
+    const Weight w = {q, 0, a, b};
+    return w;
+}
+BOTH float f16_value(uint16_t h) {
+    int e = h >> 10 & 31, m = h & 1023;
+    float magnitude = e == 31 ? (m ? NAN : INFINITY) : e ? ldexpf((float)(1024 + m), e - 25) : ldexpf((float)m, -24);
+    return h & 0x8000 ? -magnitude : magnitude;
+}
+BOTH float e2m1_value(int nibble) {
+    static const float magnitude[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+    return nibble & 8 ? -magnitude[nibble & 7] : magnitude[nibble & 7];
+}
+BOTH float e8m0_value(int e) { return e == 255 ? NAN : ldexpf(1, e - 127); }
+
+BOTH Weight bf16_weight(const unsigned char *x, int i) { return coded(bits_float((uint32_t)half_at(x) << 16), 1, 0); }
+BOTH Weight f16_weight(const unsigned char *x, int i) { return coded(f16_value(half_at(x)), 1, 0); }
+BOTH Weight f32_weight(const unsigned char *x, int i) { return coded(bits_float(word_at(x)), 1, 0); }
+BOTH Weight e2m1_weight(const unsigned char *x, int i) { return coded(e2m1_value(nibble_at(x, i)), 1, 0); }
+BOTH Weight e8m0_weight(const unsigned char *x, int i) { return coded(e8m0_value(*x), 1, 0); }
+
+/* The bits of |x| as a small float: its mantissa has `bits`, and 2^(least - 1) is its least normal number. */
+BOTH int small_float(float x, int bits, int least) {
+    int e;
+    if (frexpf(x, &e) == 0 || e < least) e = least;
+    return ((e - least) << bits) + (int)rintf(ldexpf(fabsf(x), bits + 1 - e));
+}
+BOTH void put_half(unsigned char *x, int h) { x[0] = (unsigned char)h, x[1] = (unsigned char)(h >> 8); }
+BOTH void put_bf16(unsigned char *x, float value) { put_half(x, (int)(float_bits(value) >> 16)); }
+BOTH void put_f16(unsigned char *x, float value) {
+    put_half(x, small_float(value, 10, -13) | (value < 0 ? 0x8000 : 0));
+}
+BOTH void put_f32(unsigned char *x, float value) { memcpy(x, &value, sizeof value); }
+BOTH void put_e8m0(unsigned char *x, float value) { *x = (unsigned char)(127 + (int)rintf(log2f(value))); }
+
+/* clang-format off */
+#define CORE_TYPES(ROW)                                                                                                \
+    ROW(BF16, "BF16", 1, 2, 16, 0, 0, BF16, bf16_weight, put_bf16)                                                     \
+    ROW(F16, "F16", 1, 2, 16, 0, 0, F16, f16_weight, put_f16)                                                          \
+    ROW(F32, "F32", 1, 4, 32, 0, 0, F32, f32_weight, put_f32)                                                          \
+    ROW(MXFP4, "U8", 32, 16, 4, 0, 0, MXFP4, e2m1_weight, NULL) /* OCP Microscaling Formats 1.0; scales of E8M0 */     \
+    ROW(E8M0, "F8_E8M0", 1, 1, 8, 0, 0, BF16, e8m0_weight, put_e8m0) /* in grids only: 2^(e - 127); 255 is NaN */
+/* clang-format on */
+#define TYPE_NAME(type, ...) type,
+#define TYPE_ROW(type, dtype, values, bytes, bits, zero, columns, card, weight, put, ...)                              \
+    {#type, dtype, values, bytes, bits, zero, columns, card, weight, put},
+enum {
+    CORE_TYPES(TYPE_NAME) FIRST_ROOM_TYPE, /* rooms add types of their own from here on */
+    MAX_TYPES = 64,
+    NO_TYPE = -1 /* in place of a type: any, or unknown */
+};
 
 /* Lines inside a checked range of a file: line i is at data + i * stride. A line is a row; in GPTQ it is a row of
  * words, in AWQ a column, in a transposed grid a group of columns. A slice of a fused tensor is a view with a larger
@@ -70,6 +127,31 @@ typedef struct { /* y = W x + bias */
     bool zero_plus_one; /* a zero is (entry + 1) mod 2^bits: GPTQ's first convention */
     const Stored *each; /* (n) all have a bias or none has */
 } Linear;
+
+/* Code [row, column] of a matrix of this type, or an entry of a grid. */
+BOTH Weight code_at(const TypeInfo *type, const View *v, int row, int column) {
+    const int values = type->values, columns = type->columns, rows = columns ? values / columns : 1; /* of a block */
+    if (!columns)
+        return type->weight(v->data + (size_t)row * v->stride + (size_t)(column / values) * (size_t)type->bytes,
+                            column % values);
+    return type->weight(v->data + (size_t)(column / columns) * v->stride + (size_t)(row / rows) * (size_t)type->bytes,
+                        row % rows * columns + column % columns);
+}
+BOTH float entry_at(const TypeInfo *types, const Grid *g, const View *v, int row, int group) {
+    row /= g->rows;
+    return code_at(types + g->type, v, g->transposed ? group : row, g->transposed ? row : group).q;
+}
+/* Weight [row, column] of one matrix of w. A GPU has a copy of types[]. */
+BOTH Weight weight_at(const TypeInfo *types, const Linear *w, const Stored *one, int row, int column) {
+    const TypeInfo *type = types + w->type;
+    Weight x = code_at(type, &one->data, row, column);
+    if (!w->scale.rows) return x;
+    const int group = one->group ? one->group[column] : column / w->scale.cols;
+    x.a = entry_at(types, &w->scale, &one->scale, row, group) * one->factor;
+    x.zero = w->zero.rows ? entry_at(types, &w->zero, &one->zero, row, group) : (float)type->zero;
+    if (w->zero_plus_one) x.zero = fmodf(x.zero + 1, (float)(1 << type->bits));
+    return x;
+}
 
 typedef struct {           /* angles of one kind of layer */
     const float *inv_freq; /* (rope_dim / 2) per position, all scaling (YaRN, llama3) folded in */
@@ -142,10 +224,6 @@ typedef struct {
     Linear embed, head; /* (vocab, dim) both */
     const float *norm;  /* (dim) before the head */
     Layer *layer;       /* (n_layers) */
-    /* There are no files (bench): no View has data, and the backend fills codes with random bits. It sets the scales so
-     * that weights are finite with a root mean square of about 1 / sqrt(cols); zeros are those of types[], and GGUF's
-     * minima are half of scale times the largest code. */
-    bool made_up;
 } Model;
 
 typedef enum {

@@ -1,5 +1,5 @@
 /* bench.c: how fast prompts and generation are, here or at a server. Results go to stdout, as a table or as JSON. */
-#include "host.h"
+#include "random.h"
 
 #include <curl/curl.h>
 #include <math.h>
@@ -273,12 +273,17 @@ static int run_bench(const char *model) {
     setlinebuf(stdout); /* a row appears when it is measured */
     if (given.server) return bench_server(model, b.json);
     for (int i = 0; i < given.streams.n; i++) limits.max_seqs = MAX(limits.max_seqs, given.streams.value[i]);
-    s->encoding = given.encoding;
-    if (!session_open(s, model, NEED_SHAPES, &e) || !session_load(s, limits, 0, &e)) die(&e);
-    cJSON *out = json_object("family", json_word(s->checkpoint.family), "random",
-                             cJSON_CreateBool(s->checkpoint.model.made_up), "where", json_word(s->where),
-                             "weight_bytes", json_number((double)backend->weight_bytes(s->engine.model)),
-                             "load_seconds", json_number(s->seconds), "rows", b.rows = cJSON_CreateArray(), NULL);
+    if (!session_open(s, model, 0, &e)) die(&e);
+    const bool random = !model_entry(s->dir).bytes;
+    if (!random && given.encoding)
+        fail(&e, USAGE, "%s has weights; --encoding is for a directory that has only config.json", s->dir), die(&e);
+    bool ok = random ? random_weights_open(&s->checkpoint, s->dir, given.encoding, &e) && random_weights_fill(&e)
+                     : checkpoint_open(&s->checkpoint, s->dir, &e);
+    if (!ok || !session_load(s, limits, 0, &e)) die(&e);
+    cJSON *out =
+        json_object("family", json_word(s->checkpoint.family), "random", cJSON_CreateBool(random), "where",
+                    json_word(s->where), "weight_bytes", json_number((double)backend->weight_bytes(s->engine.model)),
+                    "load_seconds", json_number(s->seconds), "rows", b.rows = cJSON_CreateArray(), NULL);
     if (!b.json)
         puts("| test | depth | streams | tok/s | least-most | ms | GB a step | GB/s | % of flat |\n"
              "|---|---:|---:|---:|---:|---:|---:|---:|---:|");

@@ -13,7 +13,7 @@
  * Signed codes lie there plus 8, 32 or 128, so none is negative. Kernels make bf16 of q / 64, to which they add o. */
 #pragma once
 
-#include "encodings/decode.h"
+#include "encodings/blocks.h"
 
 __host__ __device__ constexpr bool is_coded(Type t) {
     return t == FP8 || t == PACKED4 || t == PACKED8 || t == Q4_1 || t == Q8_0 || t == Q5_K || t == Q6_K;

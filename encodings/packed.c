@@ -1,7 +1,7 @@
 /* packed.c: matrices that are not plain rows of numbers: FP8 and INT8 with scales, compressed-tensors, GPTQ, AWQ,
  * NVFP4, MXFP4. How a matrix is encoded, and which of its weights share a scale, is read from its tensors;
  * quantization_config tells GPTQ's two versions apart, and what is not implemented. */
-#include "decode.h"
+#include "packed.h"
 #include "host.h"
 
 #include <math.h>
@@ -10,15 +10,14 @@
 #include <sys/param.h>
 
 static bool is_fp4(Type type) { return type == MXFP4 || type == NVFP4; }
-static bool in_words(Type type) { return type >= PACKED4 && type <= AWQ4; }
-static bool in_gptq(Type type) { return type == GPTQ4 || type == GPTQ8; }
+static bool in_words(Type type) { return !strcmp(types[type].dtype, "I32"); }
+static bool in_gptq(Type type) { return types[type].columns > 1; }
 
 /* The shape of the tensor that holds a matrix. */
 static void stored_shape(Type type, int rows, int cols, int64_t shape[2]) {
-    const int values = types[type].values, entries = block_entries(type);
-    shape[0] = rows, shape[1] = (int64_t)divided(cols, values) * entries;
-    if (type == AWQ4) shape[0] = cols, shape[1] = divided(rows, values);
-    if (in_gptq(type)) shape[0] = divided(cols, values), shape[1] = rows;
+    const int values = types[type].values, columns = types[type].columns;
+    shape[0] = rows, shape[1] = (int64_t)divided(cols, values) * block_entries(type);
+    if (columns) shape[0] = divided(cols, columns), shape[1] = divided(rows, values / columns);
 }
 
 /* ---- quantization_config ---- */
@@ -80,35 +79,22 @@ static View bind_grid(Loader *load, const char *name, const char *suffix, const 
     const int rows = divided(w->rows, g.rows), cols = divided(w->cols, g.cols);
     int64_t shape[2];
     stored_shape(g.type, g.transposed ? cols : rows, g.transposed ? rows : cols, shape);
-    Tensor *t = bind_tensor(load, name, suffix, g.type, 2, shape);
+    Tensor *t = bind_tensor(load, name, suffix, g.type, w, 2, shape);
     belongs(t, w->type, values);
     return tensor_view(load, t, shape[0]);
 }
 
-/* The suffixes of the tensors of an encoded matrix. The first row wins whose mark exists and whose codes have the right
- * dtype and shape. */
-typedef struct {
-    Type type;
+typedef struct {                                     /* suffixes of the tensors of an encoded matrix */
     const char *codes, *mark, *scale, *zero, *group; /* mark: a tensor that must exist. NULL: none */
     Type scales, zeros;                              /* their types; the tensor of scales may have another */
     int cols;                                        /* columns that share a scale, unless the scales' shape tells */
-} Encoding;
-
-/* clang-format off */
-static const Encoding encodings[] = {
-    {AWQ4, ".qweight", NULL, ".scales", ".qzeros", NULL, F16, AWQ4, 128},
-    {GPTQ4, ".qweight", NULL, ".scales", ".qzeros", ".g_idx", F16, PACKED4, 128},
-    {GPTQ8, ".qweight", NULL, ".scales", ".qzeros", ".g_idx", F16, PACKED8, 128},
-    {PACKED4, ".weight_packed", NULL, ".weight_scale", ".weight_zero_point", ".weight_g_idx", BF16, GPTQ4, 128},
-    {PACKED8, ".weight_packed", NULL, ".weight_scale", ".weight_zero_point", ".weight_g_idx", BF16, GPTQ8, 128},
-    {NVFP4, ".weight_packed", ".weight_global_scale", ".weight_scale", NULL, NULL, FP8, 0, 16},
-    {NVFP4, ".weight", ".weight_scale_2", ".weight_scale", NULL, NULL, FP8, 0, 16},
-    {MXFP4, ".weight_packed", NULL, ".weight_scale", NULL, NULL, E8M0, 0, 32},
-    {FP8, ".weight", ".weight_scale", ".weight_scale", NULL, NULL, BF16, 0, INT32_MAX},
-    {FP8, ".weight", ".scale", ".scale", NULL, NULL, BF16, 0, INT32_MAX},
-    {FP8, ".weight", NULL, ".weight_scale_inv", NULL, NULL, BF16, 0, INT32_MAX},
-    {INT8, ".weight", NULL, ".weight_scale", ".weight_zero_point", NULL, BF16, INT8, INT32_MAX}};
-/* clang-format on */
+} Names;
+#define NAMES_ROW(type, dtype, values, bytes, bits, zero, columns, card, weight, put, ...) {type, {__VA_ARGS__}},
+/* The first Names win whose mark exists and whose codes have the right dtype and shape. */
+static const struct {
+    Type type;
+    Names names[4]; /* without codes: the end */
+} encodings[] = {PACKED_TYPES(NAMES_ROW){MXFP4, {{".weight_packed", NULL, ".weight_scale", NULL, NULL, E8M0, 0, 32}}}};
 
 /* How many of n rows or columns share each of `count` entries: one, all, or a power of two from 16 on; else 0. */
 static int shared_by(int n, int64_t count) {
@@ -141,8 +127,7 @@ static View bind_scale(Loader *load, const char *name, const char *suffix, Linea
 static const int *bind_group(Loader *load, const char *name, const char *suffix, const Linear *w) {
     bool wanted = in_gptq(w->type) && json_true(load->quantization, "desc_act"), in_order = true;
     if (!wanted && !find_tensor(load, name, suffix)) return NULL;
-    Tensor *t =
-        bind_tensor(load, name, suffix, w->type, 1, (int64_t[]){w->cols}); /* stored in words, as the codes are */
+    Tensor *t = bind_tensor(load, name, suffix, w->type, w, 1, (int64_t[]){w->cols}); /* in words, as the codes are */
     if (!t->data) return NULL;
     belongs(t, w->type, 0);
     int *group = keep(load->c, (size_t)w->cols, sizeof *group), groups = divided(w->cols, w->scale.cols);
@@ -157,17 +142,17 @@ static const int *bind_group(Loader *load, const char *name, const char *suffix,
 }
 
 /* NVFP4's factor of all scales. compressed-tensors stores its inverse. */
-static float bind_factor(Loader *load, const char *name, const char *suffix) {
+static float bind_factor(Loader *load, const char *name, const char *suffix, const Linear *w) {
     const bool divides = !strcmp(suffix, ".weight_global_scale");
-    Tensor *t = bind_tensor(load, name, suffix, F32, 1, (int64_t[]){1});
-    const float factor = t->data ? code_at(F32, t->data, 0, 0, 0) : 1;
+    Tensor *t = bind_tensor(load, name, suffix, F32, w, 1, (int64_t[]){1});
+    const float factor = t->data ? f32_weight(t->data, 0).q : 1;
     tensor_is(load, t, factor > 0 && isfinite(factor), "a positive number");
     belongs(t, NVFP4, 0);
     return divides ? 1 / factor : factor;
 }
 
-/* Binds the scales and zeros of w and whatever else its encoding has. */
-static void bind_grids(Loader *load, const char *name, const Encoding *how, Linear *w, Stored *one) {
+/* Binds the scales and zeros of w and whatever else its encoding has. Made-up ones have no group and no factor. */
+static void bind_grids(Loader *load, const char *name, const Names *how, bool made, Linear *w, Stored *one) {
     const bool transposed = in_gptq(w->type) || w->type == AWQ4;
     const cJSON *block = w->type == FP8 ? json_get(load->quantization, "weight_block_size") : NULL;
     int64_t rows = 1, cols = how->cols;
@@ -182,76 +167,45 @@ static void bind_grids(Loader *load, const char *name, const Encoding *how, Line
         w->zero_plus_one = in_gptq(w->type) && !json_is(load->quantization, "checkpoint_format", "gptq_v2") &&
                            !json_is(load->quantization, "format", "gptq_v2"); /* its newer name */
     }
-    if (how->group) one->group = bind_group(load, name, how->group, w);
-    if (w->type == NVFP4) one->factor = bind_factor(load, name, how->mark);
-}
-
-/* ---- made up matrices ---- */
-
-/* The type with this name; NO_TYPE: the mixture. */
-static Type named_type(const char *name, Error *e) {
-    LocalBytes names = {0};
-    if (!strcasecmp(name, "Q4_K_M")) return NO_TYPE;
-    for (Type type = BF16; type < types_n; type++) {
-        if (type == E8M0) continue;
-        if (!strcasecmp(name, types[type].name)) return type;
-        bytes_print(&names, ", %s", types[type].name);
-    }
-    fail(e, USAGE, "--encoding must be one of Q4_K_M%s, not '%.40s'", names.data, name);
-    return BF16;
-}
-
-/* The type of a made up matrix. A router is never encoded, embedding and head only in GGUF's types. The mixture is
- * llama.cpp's Q4_K_M: Q6_K for the head, and for v and down in the first and last eighth of the layers and in every
- * third between. It has other rules for models of eight experts and for Llama's 70B. */
-static Type made_up_type(const Loader *load, const char *name) {
-    Error ignored;
-    if (!load->encoding) return BF16;
-    const Type as = named_type(load->encoding, &ignored);
-    const char *layer = strstr(load->prefix, "layers."), *dot = strrchr(name, '.');
-    if (text_listed("mlp.router mlp.gate block_sparse_moe.gate", name) || (!layer && as != NO_TYPE && as < Q8_0))
-        return BF16;
-    if (as != NO_TYPE) return as;
-    if (!layer) return load->tied || !strcmp(name, "lm_head") ? Q6_K : Q4_K;
-    int i = (int)strtol(layer + 7, NULL, 10), n = load->c->model.n_layers;
-    bool more = i < n / 8 || i >= 7 * n / 8 || (i - n / 8) % 3 == 2;
-    return more && text_listed("v_proj kv_b_proj down_proj w2", dot + 1) ? Q6_K : Q4_K;
+    if (how->group && !made) one->group = bind_group(load, name, how->group, w);
+    if (w->type == NVFP4 && !made) one->factor = bind_factor(load, name, how->mark, w);
 }
 
 /* ---- matrices ---- */
 
-/* Finds how a module's matrix is encoded or made up. NULL: as plain rows. If no shape fits, the first row whose codes
- * exist; binding them reports the shape. */
-static const Encoding *find_encoding(const Loader *load, const char *name, int rows, int cols) {
-    const bool made_up = load->c->model.made_up, awq = json_is(load->quantization, "quant_method", "awq");
-    const Encoding *near = NULL, *end = encodings + sizeof encodings / sizeof *encodings;
-    const Type as = made_up ? made_up_type(load, name) : NO_TYPE;
-    for (const Encoding *one = encodings; one < end; one++) {
-        const Tensor *t = find_tensor(load, name, one->codes);
-        int64_t shape[2];
-        stored_shape(one->type, rows, cols, shape);
-        if (one->type == as) return one;
-        if (!t || (one->mark && !find_tensor(load, name, one->mark)) || (awq && in_gptq(one->type))) continue;
-        bool dtype = has_dtype(t, one->type);
-        if (dtype && t->dims == 2 && !memcmp(t->shape, shape, sizeof shape)) return one;
-        if (!near && (one->type != AWQ4 || awq) && (dtype || !strcmp(one->codes, ".qweight"))) near = one;
-    }
-    return near;
+/* Finds how a module's matrix is encoded: by its tensors or, if the container makes them, by w's type. NULL: as plain
+ * rows. If no shape fits, the first Names whose codes exist; binding them reports the shape. */
+static const Names *find_encoding(const Loader *load, const char *name, Linear *w) {
+    const bool awq = json_is(load->quantization, "quant_method", "awq");
+    const Names *near = NULL;
+    Type type = w->type;
+    for (size_t i = 0; i < sizeof encodings / sizeof *encodings; i++)
+        for (const Names *one = encodings[i].names; one->codes; one++) {
+            const Type as = encodings[i].type;
+            const Tensor *t = find_tensor(load, name, one->codes);
+            int64_t shape[2];
+            stored_shape(as, w->rows, w->cols, shape);
+            if (as == w->type) return one;
+            if (!t || (one->mark && !find_tensor(load, name, one->mark)) || (awq && in_gptq(as))) continue;
+            bool dtype = has_dtype(t, as);
+            if (dtype && t->dims == 2 && !memcmp(t->shape, shape, sizeof shape)) return w->type = as, one;
+            if (!near && (as != AWQ4 || awq) && (dtype || !strcmp(one->codes, ".qweight"))) near = one, type = as;
+        }
+    return w->type = type, near;
 }
 
 static bool bind_packed(Loader *load, const char *name, Linear *w, Stored *one) {
-    const Encoding *how = find_encoding(load, name, w->rows, w->cols);
-    if (!how && load->c->model.made_up) w->type = made_up_type(load, name);
+    const Names *how = find_encoding(load, name, w);
     if (!how) return false;
-    w->type = how->type;
+    const bool made = !find_tensor(load, name, how->codes);
     if (!in_words(w->type) && w->cols % types[w->type].values)
         bad_file(load, load->path, "%s has rows of %d, not whole blocks of %d as %s wants", name, w->cols,
                  types[w->type].values, types[w->type].name);
-    if (in_gptq(w->type) && !load->quantization && !load->c->model.made_up)
+    if (in_gptq(w->type) && !load->quantization && !made)
         bad_file(load, load->path, "%s is GPTQ and has no quantization_config: download quantize_config.json too",
                  name);
     one->data = bind_grid(load, name, how->codes, w, (Grid){w->type, 1, 1, false}, (int64_t)w->rows * w->cols);
-    bind_grids(load, name, how, w, one);
+    bind_grids(load, name, how, made, w, one);
     return true;
 }
 
@@ -270,10 +224,4 @@ static bool cut_packed(Loader *load, View *v, const Linear *w, Grid g, int first
     return true;
 }
 
-static bool knows(const char *encoding, Error *e) {
-    *e = (Error){0};
-    named_type(encoding, e);
-    return !e->code;
-}
-
-const Packing packed = {open_packed, bind_packed, cut_packed, knows};
+const Packing packed = {open_packed, bind_packed, cut_packed};

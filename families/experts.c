@@ -44,13 +44,14 @@ static Linear bind_part(Loader *load, const char *module, const char *matrix, in
                         int cols) {
     const int n = load->c->model.n_experts;
     Stored *each = keep(load->c, (size_t)n, sizeof *each);
-    Tensor *t = bind_tensor(load, module, matrix, NO_TYPE, 3, (int64_t[]){n, pitch, cols});
-    const Type type = tensor_is(load, t, is_float(type_of(t)), "BF16, F16 or F32") ? type_of(t) : BF16;
-    belongs(t, type, (int64_t)n * pitch * cols);
+    Linear w = {BF16, rows, cols, n, .each = each};
+    Tensor *t = bind_tensor(load, module, matrix, NO_TYPE, &w, 3, (int64_t[]){n, pitch, cols});
+    if (tensor_is(load, t, is_float(type_of(t)), "BF16, F16 or F32")) w.type = type_of(t);
+    belongs(t, w.type, (int64_t)n * pitch * cols);
     for (int i = 0; i < n && !failed(load); i++)
         each[i] = (Stored){.data = lines_of(tensor_view(load, t, n * pitch), (size_t)(i * pitch + first), 1, rows),
                            .factor = 1};
-    return (Linear){type, rows, cols, n, .each = each};
+    return w;
 }
 
 /* transformers 5: all experts in one tensor, gate above up. */

@@ -58,7 +58,7 @@ static void read_gemma3_nested(Loader *load, Model *m) {
 static const float *bind_norm(Loader *load, const char *name, int n) {
     const float *w = bind_floats(load, name, ".weight", n);
     float *out = keep(load->c, (size_t)n, sizeof *out);
-    const bool whole = load->container->whole_norms || load->c->model.made_up;
+    const bool whole = load->container->whole_norms;
     for (int i = 0; w && i < n; i++) out[i] = whole ? w[i] : w[i] + 1;
     return out;
 }

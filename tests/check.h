@@ -222,6 +222,19 @@ static inline void trace_golden(const char *fixture, Trace *t, Ids *ids, Checkpo
     tensors_close(&golden);
 }
 
+/* Models of random weights. They need commands/, but not its commands: a build without rooms tests with them, too. */
+#if __has_include("commands/random.h")
+#include "commands/random.h"
+enum { RANDOM_WEIGHTS = true };
+#else
+enum { RANDOM_WEIGHTS = false };
+static inline bool random_weights_open(Checkpoint *c, const char *dir, const char *encoding, Error *e) { return false; }
+static inline bool random_weights_fill(Error *e) { return false; }
+#endif
+static inline bool skips_random_weights(void) {
+    return RANDOM_WEIGHTS ? false : (check(false, "skip needs commands/"), true);
+}
+
 static const char *const fixtures[] = {
     "true_heads", "odd",
 #ifdef ROOM_families

@@ -138,7 +138,7 @@ static void make_up(Checkpoint *c, const char *config, int layers, int vocab, co
     snprintf(path, sizeof path, "%s/config.json", directory);
     FILE *file = fopen(path, "w");
     check(file && fprintf(file, config, layers, vocab) > 0 && !fclose(file), "the config could not be written");
-    must(checkpoint_make_up(c, directory, encoding, &e), &e);
+    must(random_weights_open(c, directory, encoding, &e) && random_weights_fill(&e), &e);
     check(!unlink(path) && !rmdir(directory), "%s stays behind", directory);
 }
 
@@ -792,8 +792,10 @@ static void each_cudamalloc_may_fail(void) {
 
 /* What would take a processor minutes or hours. */
 static void run_long(void) {
-    run("gpu: prompts of 1 to 5,000 tokens, gpt-oss's shapes and a small vocabulary", shapes_of_gpt_oss);
-    for (int i = 0; i < 2; i++) { /* with fast/, and plain */
+    if (!RANDOM_WEIGHTS) puts("skip gpu: models of random weights need commands/");
+    if (RANDOM_WEIGHTS)
+        run("gpu: prompts of 1 to 5,000 tokens, gpt-oss's shapes and a small vocabulary", shapes_of_gpt_oss);
+    for (int i = 0; i < 2 && RANDOM_WEIGHTS; i++) { /* with fast/, and plain */
         plain = i;
         run(i ? "gpu: one token and several agree at gpt-oss-20b's shapes, plain"
               : "gpu: one token and several agree at gpt-oss-20b's shapes",
@@ -804,8 +806,10 @@ static void run_long(void) {
         run(i ? "gpu: contexts of unequal length, plain" : "gpu: contexts of unequal length", contexts_of_20b_agree);
     }
     plain = false;
-    run("gpu: fast and plain agree at every stage of a prompt", fast_agrees_with_plain);
-    run("gpu: fast and plain agree for 256 streams", streams_agree_with_plain);
+    if (RANDOM_WEIGHTS) {
+        run("gpu: fast and plain agree at every stage of a prompt", fast_agrees_with_plain);
+        run("gpu: fast and plain agree for 256 streams", streams_agree_with_plain);
+    }
     run("gpu: the reference, fast and plain agree at every stage, gpt-oss-20b's shapes", stages_of_20b_pass);
     for (int i = 0; i < 2; i++) {
         open_streams(&cuda, i ? "true_heads" : "odd");
@@ -821,7 +825,7 @@ static void run_long(void) {
     families_long();
 #endif
 #if defined ROOM_encodings && defined ROOM_families
-    encodings_long();
+    if (RANDOM_WEIGHTS) encodings_long();
 #endif
 }
 

@@ -163,12 +163,13 @@ static void tinystories_656k(void) { small_model(&cuda, "TinyStories-656K"); }
 static void stories_260k(void) { small_model(&cuda, "stories260K"); }
 
 static void families_long(void) {
+    run("gpu: latent attention of 18 heads and 500 tokens", latent_heads_pass);
+    if (!RANDOM_WEIGHTS) return;
     run("gpu: prompts of 1 to 5,000 tokens, 4 and 3 heads of 64 share keys", shapes_dense_64);
     run("gpu: prompts of 1 to 5,000 tokens, 8 and 7 heads of 128 share keys", shapes_dense_128);
     run("gpu: fast and plain agree for 256 streams, heads of 128", streams_agree_with_plain_heads_of_128);
     run("gpu: prompts of 1 to 5,000 tokens, latent attention", shapes_latent);
     run("gpu: one token and several agree with latents", instances_of_latents_agree);
-    run("gpu: latent attention of 18 heads and 500 tokens", latent_heads_pass);
 }
 
 static void families_tests(void) {

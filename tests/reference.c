@@ -5,14 +5,6 @@
  * Arrays of a step have one row for each of the T tokens of the batch; a row is computed from that token alone and from
  * the cache, so batching and chunking cannot change a bit of it. */
 #include "reference.h"
-#ifdef ROOM_encodings
-#include "encodings/decode.h"
-#else /* there are the core's types only */
-#include "decode.h"
-#define any_code_at                              code_at
-#define any_weight_at(w, info, one, row, column) weight_at(w, one, row, column)
-#define in_blocks(type)                          false
-#endif
 #include "../host.h"
 
 #include <float.h>
@@ -89,16 +81,16 @@ static void round_row(float *x, int n) {
 /* Row `row` of matrix i as floats. */
 static void decode_row(const Linear *w, int i, int row, float *out) {
     const Stored *one = w->each + i;
-    const View codes = one->data;
-    const bool alike = !in_blocks(w->type) && !one->group; /* runs of columns share a scale and a zero */
-    const int run = !alike ? 1 : w->scale.rows ? w->scale.cols : w->cols;
-    for (int c = 0; c < w->cols; c += run) {
-        const Weight first = any_weight_at(w, types[w->type], one, (size_t)row, (size_t)c);
-        for (int k = c; k < w->cols && k < c + run; k++) {
-            float q = alike ? any_code_at(w->type, codes.data, codes.stride, (size_t)row, (size_t)k) : first.q;
-            out[k] = first.a * (q - first.zero);
-            out[k] += first.b;
-        }
+    const TypeInfo type = types[w->type];
+    const unsigned char *block = one->data.data + (size_t)row * one->data.stride; /* if a line is a row */
+    const int shared = one->group ? 1 : w->scale.rows ? w->scale.cols : w->cols;  /* columns of one scale and zero */
+    Weight first = {0};
+    for (int c = 0, at = 0, left = 0; c < w->cols; c++, left--) {
+        if (!left) first = weight_at(types, w, one, row, c), left = shared;
+        const Weight x = type.columns ? code_at(&type, &one->data, row, c) : type.weight(block, at);
+        if (++at == type.values) at = 0, block += type.bytes;
+        out[c] = w->scale.rows ? first.a * (x.q - first.zero) : x.a * x.q;
+        out[c] += x.b;
     }
 }
 
@@ -662,10 +654,6 @@ static void read_weights(const Model *m, void (*progress)(uint64_t, uint64_t)) {
 }
 
 static void *reference_open(const Model *m, const Limits *limits, int *pages, Error *e) {
-    if (m->made_up) {
-        fail(e, USAGE, "random weights are made on a GPU only; name a model that has some");
-        return NULL;
-    }
     Reference *r = allocate_zero(1, sizeof *r);
     size_t T = (size_t)limits->max_tokens, choices = T * (size_t)m->top_k;
     bool latent = m->kv_rank > 0;

@@ -4,7 +4,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from helpers import PLAIN, TESTS, each, expect, has, infer, needs, refused, same, slowness
+from helpers import TESTS, each, expect, has, infer, needs, refused, same, slowness
 from test_serve import Server
 
 NEEDS = ("commands",)  # rooms
@@ -38,13 +38,20 @@ def test_rows():
         same(near, True, f"bytes of a step, {r['streams']} streams at {r['depth']}")
 
 
+def test_random_weights(folder):
+    """A folder that has only a config.json is measured with random weights."""
+    (folder / "config.json").write_bytes((TINY / "config.json").read_bytes())
+    for encoding in ([], *(["--encoding", name] for name in ("fp8", "gptq4", "nvfp4") if has("encodings"))):
+        found = json.loads(infer("bench", folder, *"-p 2 -n 2 -d 0 -b 2 -r 1 -o json".split(), *encoding).text)
+        same((found["random"], [r["kind"] for r in found["rows"]]), (True, ["prompt", "generate"]), f"rows of {encoding}")
+
+
 def test_refuses(folder):
     for options, word in ((("-p", "0"), "from 1"), (("-b", "1,x"), "'1,x'"), (("-r", "3x"), "'3x'"),
                           (("-o", "xml"), "xml"), (("a", "b"), "too many")):
         refused("bench", TINY, *options, code=2, words=[word])
     expect("left out" in infer("bench", TINY, *"-p 9999999 -b 1 -d 9999999".split(), code=4).err, "nothing fits")
     (folder / "config.json").write_bytes((TINY / "config.json").read_bytes())
-    refused("bench", folder, code=2, words=["random weights", "GPU"], program=PLAIN)
     refused("bench", TINY, "--encoding", "fp8", code=2, words=["has weights", "--encoding"])
     if not has("encodings"):
         refused("bench", folder, "--encoding", "fp8", code=2, words=["no encodings"])
