@@ -346,7 +346,8 @@ struct Stream {
     size_t most;       /* the text ends at this length: more than `prompt`, at most the context + 1 */
     Sampling sampling; /* `answer` and `allowed` are the scheduler's */
     /* Sets the bits of the tokens that may come next, as in Allowed, while the GPU computes the step that draws one of
-     * them; they still are what it set last in this or another stream. NULL: all may come. */
+     * them; they still are what it set last in this or another stream. The draw waits no longer than a second, in which
+     * `take` of other streams runs, too. NULL: all may come. */
     void (*allow)(Stream *s, uint32_t *bits);
     Want want; /* WANT_LOGITS: `take` gets the logits of drawn tokens; WANT_ALL_LOGITS: those of the prompt too */
     size_t published; /* position of the next token that `take` gets. To skip a prompt's beginning, set it */

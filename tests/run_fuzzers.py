@@ -130,7 +130,8 @@ def seeds(name):
                 "tool_choice": {"type": "function", "function": {"name": "a b"}}, "logprobs": True, "top_logprobs": 2,
                 "stream": True, "stream_options": {"include_usage": True}, "stop": ["x", "yz"], "max_completion_tokens": 9}
         text = {"prompt": [[1, 2], "a"], "echo": True, "logprobs": 2, "max_tokens": 5, "logit_bias": {"7": -1.5}, "stop": "ab",
-                "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True}
+                "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True,
+                "frequency_penalty": 0.5, "presence_penalty": -1}
         return [b"\1" + json.dumps({**chat, **more}).encode() for more in (
             {}, {"tool_choice": "required", "stream": False}, {"tool_choice": "none"})] + [
             b"\0" + json.dumps({**text, **more}).encode() for more in ({}, {"prompt": "a", "stream": True, "logprobs": None})]
