@@ -698,11 +698,11 @@ static void *copy_of(const void *from, int n, size_t size) {
 }
 
 /* A draw may wait for what the caller stores after submit has returned. So a step is computed when it is collected, or
- * when the next is submitted. */
+ * when the next is submitted; with a tap at once, as on the card. */
 static bool reference_submit(void *state, const Batch *b, Error *e) {
     Reference *r = state;
     if (r->outstanding == 2) return fail(e, FAILED, "submit: two steps are outstanding; collect one");
-    if (r->outstanding && !forward(r, r->step + 1, e)) return false;
+    if (r->outstanding && !r->step[1].token && !forward(r, r->step + 1, e)) return false;
     Sampling *how = copy_of(b->sampling, b->seqs, sizeof *how);
     for (int s = 0; s < b->seqs; s++) how[s].bias = copy_of(how[s].bias, how[s].biases, sizeof *how->bias);
     r->step[1 + r->outstanding++].b = (Batch){b->seqs,
@@ -714,7 +714,7 @@ static bool reference_submit(void *state, const Batch *b, Error *e) {
                                               copy_of(b->page, b->seqs * b->max_pages, sizeof *b->page),
                                               how,
                                               copy_of(b->want, b->seqs, sizeof *b->want)};
-    return true;
+    return !r->limits.tap || forward(r, r->step + r->outstanding, e);
 }
 
 static void step_free(Step *step) {
