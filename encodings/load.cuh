@@ -40,8 +40,8 @@ __device__ inline void place_codes(const Source &s, const Matrix &m, int row, in
     const int zero = card_types[s.linear.type].zero;
     const bool whole = s.linear.type != NVFP4; /* else multiples of 1/2, which are doubled */
     float a = whole ? w[0].a : w[0].a / 2, b = w[0].b + a * (zero - w[0].zero);
-    const int bits = code_bits(m.type), middle = 1 << (bits - 1);
-    const bool constant = has_offset(m.type) && (float)(f16)a == 0; /* b takes the place of a */
+    const int bits = codes_of(m.type).bits, middle = 1 << (bits - 1);
+    const bool constant = codes_of(m.type).offset && (float)(f16)a == 0; /* b takes the place of a */
     int code[4];
     for (int i = 0; i < 4; i++)
         code[i] = constant        ? middle
@@ -62,7 +62,7 @@ __device__ inline void place_codes(const Source &s, const Matrix &m, int row, in
     void *scale = chunk + word_place(m.type, to % TILE, c % CHUNK);
     if (constant) a = b;
     const float unit = (float)(f16)a, offset = unit ? b / unit / 64 : 0;
-    uint32_t word = has_offset(m.type) || m.type == Q6_K ? half_and_bf16(a, offset) : float_bits(a);
+    uint32_t word = codes_of(m.type).offset || m.type == Q6_K ? half_and_bf16(a, offset) : float_bits(a);
     if (m.type == PACKED4) word = word & ~15u | (uint32_t)w[0].zero;
-    memcpy(scale, &word, word_bytes(m.type)); /* of Q6_K only the half */
+    memcpy(scale, &word, codes_of(m.type).word_bytes); /* of Q6_K only the half */
 }

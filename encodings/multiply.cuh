@@ -8,8 +8,8 @@
  * its sum with a code are rounded to bf16. */
 template <Type T> struct Encoding {
     typedef bf16 Activation;
-    static constexpr int BITS = code_bits(T), WORDS = chunk_words(T), SIZE = word_bytes(T);
-    static constexpr bool OFFSET = has_offset(T), MATRICES = false;
+    static constexpr int BITS = codes_of(T).bits, WORDS = chunk_words(T), SIZE = codes_of(T).word_bytes;
+    static constexpr bool OFFSET = codes_of(T).offset, MATRICES = false;
     static constexpr float FACTOR = 1, LIFT = T == FP8 ? 0x1p120f : 1;
     static constexpr int STEP = coded_chunk(T), PIECES = STEP / 16, BLOCKS = 2;
     template <int TILES> static constexpr int AHEAD = TILES == 1 || (TILES == 2 && T == PACKED4) ? 4 : 2;
@@ -122,7 +122,7 @@ template <Type T> struct Encoding {
 /* One weight of the embedding; card.cu makes bf16 of types that are not reads_one(). */
 __device__ inline float coded_weight(const Matrix &m, size_t row, int column) {
     const uint8_t *chunk = m.chunk(0, row, column, coded_chunk(m.type));
-    const int bits = code_bits(m.type), place = code_place(m.type, row % TILE, column % CHUNK);
+    const int bits = codes_of(m.type).bits, place = code_place(m.type, row % TILE, column % CHUNK);
     int code = bits == 8 ? chunk[place / 8] : chunk[place / 8] >> place % 8 & 15;
     if (bits == 6) {
         const int other = rest_place(row % TILE, column % CHUNK), rest = chunk[other / 8] >> other % 8 & 3;
@@ -131,7 +131,7 @@ __device__ inline float coded_weight(const Matrix &m, size_t row, int column) {
     code -= 1 << (bits - 1);
     const void *word = chunk + word_place(m.type, row % TILE, column % CHUNK);
     if (m.type == Q8_0) return *(const float *)word * code;
-    return (float)*(const f16 *)word * (code + (has_offset(m.type) ? 64 * (float)((const bf16 *)word)[1] : 0));
+    return (float)*(const f16 *)word * (code + (codes_of(m.type).offset ? 64 * (float)((const bf16 *)word)[1] : 0));
 }
 
 /* A Matrix as bf16, of the same stride, for cuBLAS. A warp takes a chunk of a tile. */

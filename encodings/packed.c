@@ -12,6 +12,7 @@
 static bool is_fp4(Type type) { return type == MXFP4 || type == NVFP4; }
 static bool in_words(Type type) { return !strcmp(types[type].dtype, "I32"); }
 static bool in_gptq(Type type) { return types[type].columns > 1; }
+static bool is_across(Type type) { return types[type].columns > 0; } /* a line crosses all rows: GPTQ, AWQ */
 
 /* The shape of the tensor that holds a matrix. */
 static void stored_shape(Type type, int rows, int cols, int64_t shape[2]) {
@@ -153,7 +154,7 @@ static float bind_factor(Loader *load, const char *name, const char *suffix, con
 
 /* Binds the scales and zeros of w and whatever else its encoding has. Made-up ones have no group and no factor. */
 static void bind_grids(Loader *load, const char *name, const Names *how, bool made, Linear *w, Stored *one) {
-    const bool transposed = in_gptq(w->type) || w->type == AWQ4;
+    const bool transposed = is_across(w->type);
     const cJSON *block = w->type == FP8 ? json_get(load->quantization, "weight_block_size") : NULL;
     int64_t rows = 1, cols = how->cols;
     if (block && !(cJSON_GetArraySize(block) == 2 && json_whole(block->child, 1, INT32_MAX, &rows) &&
@@ -209,15 +210,14 @@ static bool bind_packed(Loader *load, const char *name, Linear *w, Stored *one) 
     return true;
 }
 
-/* In GPTQ and AWQ a line crosses all rows. A word or an entry that several rows share must not be
- * split. */
+/* A word or an entry that several rows share must not be split. */
 static bool cut_packed(Loader *load, View *v, const Linear *w, Grid g, int first, int rows) {
-    const bool across = in_gptq(w->type) || w->type == AWQ4, words = g.transposed || g.type == AWQ4;
+    const bool words = g.transposed || g.type == AWQ4;
     const int shared = g.rows * (words ? types[g.type].values : 1);
     if (first % shared || rows % shared)
         bad_file(load, load->path, "kv_b_proj in %s is only implemented for heads of whole blocks of %d rows",
                  types[w->type].name, shared);
-    if (!across) return *v = lines_of(*v, (size_t)(first / shared), 1, rows / shared), true;
+    if (!is_across(w->type)) return *v = lines_of(*v, (size_t)(first / shared), 1, rows / shared), true;
     const size_t begin = v->bytes * (size_t)first / (size_t)w->rows;
     v->offset += begin, v->data = v->data ? v->data + begin : NULL;
     v->bytes = v->bytes * (size_t)rows / (size_t)w->rows;
