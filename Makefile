@@ -74,12 +74,12 @@ test-gpu: $(BUILD)/cuda/gpu $(HERE)infer ## the tests that need a GPU; where the
 $(BUILD)/cuda/gpu: $(call objects,cuda,$(TESTED) tests/gpu.c) $(BUILD)/cuda/infer.cu.o $(BUILD)/cuda/tests/card.cu.o
 	$(NVCC) $(ARCHES) -Xlinker --wrap=cudaMalloc $^ -o $@ $(LIBS) -lcublasLt
 
-# The quick ones of these tests without a GPU: infer.cu, card.cu and the rooms' parts, but fast/, as C++ (tests/emulated/).
+# The quick ones of these tests without a GPU: infer.cu, card.cu and the rooms' parts, but Hopper's, as C++
+# (tests/emulated/).
 # sed replaces what only nvcc can read: shared memory without a size, and <<<>>>.
-EMULATED_ROOMS = $(filter-out fast,$(ROOMS))
-EMULATED_CUH   = extensions.cuh $(wildcard $(addsuffix /*.cuh,$(EMULATED_ROOMS)))
+EMULATED_CUH   = extensions.cuh $(wildcard $(addsuffix /*.cuh,$(ROOMS)))
 EMULATED_FLAGS = -std=c++17 -O2 -g -fno-strict-aliasing -ffp-contract=off -w -MMD -MP -DCUDA_ARCHES='"emulated"' \
-          -DPIECE_BYTES=4096 -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(EMULATED_ROOMS))
+          -DPIECE_BYTES=4096 -I$(BUILD)/emulated -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS))
 AS_CPP  = -e 's/extern __shared__( __align__\([0-9]+\))? (\w+) (\w+)\[\];/\2 *\3 = (\2 *)emulated::shared;/' \
           -e 's/(\w+|\([^()]*\))<<<(.*)>>>\(/emulated::Launch{\2}(\1, /'
 $(BUILD)/emulated/gpu: $(call objects,emulated,$(TESTED) tests/gpu.c) \

@@ -156,7 +156,7 @@ struct Upload {
     std::mutex lock; /* of done, progress() and run()'s error */
     uint64_t done = 0, total = 0;
     void (*const progress)(uint64_t, uint64_t) = gpu->limits.progress;
-    int *bad = (int *)gpu->product_room; /* (jobs) no step needs the room yet */
+    int *bad = (int *)gpu->work.logits; /* (jobs) no step needs them yet */
 
     void add(const Linear &w, const Matrix &to, Rows place, int layer, const char *name);
     size_t stage(const Piece &p, uint8_t *host, uint8_t *card, Source *s, Error *e) const;
@@ -407,9 +407,6 @@ Matrix Walk::matrix(std::initializer_list<Part> parts, int step) {
     to.bytes = chunk * to.tiles() * (to.stride / CHUNK);
     to.data = plan.take<uint8_t>(to.bytes * to.n);
     if (layer >= 0) gpu->lean &= to.type != F32;
-    if (layer >= 0 && to.n == 1) gpu->largest = std::max(gpu->largest, to.bytes);
-    if (layer >= 0 && is_coded(to.type) && to.n == 1)
-        gpu->decoded_size = std::max(gpu->decoded_size, (size_t)to.rows * to.stride);
     std::vector<float> bias(biased ? (size_t)to.n * to.rows : 0); /* zeros for a part without one */
     int first = 0;
     for (const Part &p : parts) {
@@ -428,7 +425,7 @@ cudaError_t Walk::all() {
     const Model &m = gpu->model;
     DeviceModel *device = &gpu->device;
     const int half = m.neighbours ? 0 : m.head_dim / 2;
-    gpu->lean = true, gpu->decoded_size = gpu->largest = 0;
+    gpu->lean = true;
     device->layer.resize(m.n_layers);
     for (layer = 0; layer < m.n_layers; layer++) {
         const Layer &l = m.layer[layer];
@@ -496,9 +493,10 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     Work &w = gpu->work;
     Plan p = {base, 0};
     const size_t T = gpu->limits.max_tokens, choices = T * m.top_k, rows = gpu->logit_rows;
-    const size_t queries = std::max(MAX_DECODE, gpu->limits.max_seqs), parts = head_parts(m.n_heads / m.n_kv_heads);
-    size_t contexts = queries * m.n_kv_heads * parts; /* that several blocks may share */
-    size_t partial = contexts * MAX_SPLITS * 8 * (m.head_dim + 2), widest = 0;
+    /* Contexts that several blocks may share, and those blocks: see fill_step(). */
+    const size_t few = MAX_DECODE * m.n_kv_heads * head_parts(m.n_heads / m.n_kv_heads), many = 4 * gpu->sms;
+    size_t contexts = std::max(few, many), partial = std::max(few * MAX_SPLITS, many) * 8 * (m.head_dim + 2);
+    size_t widest = 0;
     bool router = false, post = m.layer[0].attn_post_norm != NULL;
     auto round = [](int n) { return (n + CHUNK - 1) / CHUNK * CHUNK; };
     w.normed_pitch = round(m.dim), w.act_pitch = round(m.ffn_dim);
@@ -513,13 +511,9 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     const size_t element = gpu->lean ? 2 : 4;
     for (int i = 0; i < 2; i++)
         w.cos_sin[i] = p.take<float2>(m.rope[i].inv_freq ? (size_t)gpu->limits.context * (m.rope_dim / 2) : 0);
-    gpu->product_room = p.take<uint8_t>(PRODUCT_ROOM);
-    gpu->decoded = p.take<bf16>(gpu->decoded_size);
     w.x = p.take<float>(T * m.dim);
     w.normed = p.take<uint8_t>(T * w.normed_pitch * 2);
     w.normed_f32 = p.take<float>(gpu->lean ? 0 : T * w.normed_pitch);
-    w.square = p.take<float>(MAX_STREAMED * square_parts(m.dim));
-    w.square_sum = p.take<float>(MAX_STREAMED);
     w.projected = p.take<float>(T * widest);
     const size_t heads_of = T * m.n_heads; /* pairs of token and head */
     w.q = p.take<uint8_t>(heads_of * (m.kv_rank ? cache_row(w) : m.head_dim) * element);
@@ -622,8 +616,7 @@ static bool open_gpu(Gpu *gpu, int *pages, Error *e) {
     w.embed_scale = m.embed_scale, w.attn_scale = m.attn_scale, w.attn_cap = m.attn_cap, w.logit_cap = m.logit_cap;
     w.route = m.route;
     w.slots = gpu->limits.max_seqs;
-    fast::open(gpu);
-    if (!take_memory(gpu, pages, e)) return false;
+    if (!fast::open(gpu, e) || !take_memory(gpu, pages, e)) return false;
     CUDA(cudaStreamCreateWithFlags(&gpu->stream, cudaStreamNonBlocking));
     CUDA(cudaMallocHost(&w.result, (3 * w.slots + 1) * sizeof(int)));
     w.late = w.result + 3 * w.slots, *w.late = 0;
@@ -641,15 +634,13 @@ static bool open_gpu(Gpu *gpu, int *pages, Error *e) {
         CUDA(cudaEventCreate(&p.begun));
         CUDA(cudaEventCreate(&p.done));
     }
-    float *inv_freq = (float *)gpu->product_room; /* no step needs it yet */
+    float *inv_freq = gpu->work.logits; /* no step needs them yet */
     for (int i = 0; i < 2 && m.rope[i].inv_freq; i++) {
         CUDA(cudaMemcpy(inv_freq, m.rope[i].inv_freq, m.rope_dim / 2 * sizeof(float), cudaMemcpyHostToDevice));
         fill_cos_sin<<<gpu->limits.context, 32>>>((float2 *)w.cos_sin[i], inv_freq, m.rope_dim / 2, m.rope[i].scale);
         CUDA(cudaDeviceSynchronize());
     }
-    if (cublasLtCreate(&gpu->blas)) return fail(e, GPU_FAULT, "cuBLAS cannot be used; is its library installed whole?");
-    if (!load_model(gpu, e)) return false;
-    return !gpu->fast || fast::prepare(gpu, e);
+    return load_model(gpu, e) && (!gpu->fast || fast::prepare(gpu, e));
 }
 
 static void cuda_close(void *state) {
@@ -665,10 +656,9 @@ static void cuda_close(void *state) {
     cudaFreeHost(gpu->work.result);
     cudaFreeHost(gpu->work.allowed.ready);
     cudaFreeHost(gpu->work.allowed.bits);
-    if (gpu->blas) cublasLtDestroy(gpu->blas);
     if (gpu->stream) cudaStreamDestroy(gpu->stream);
     cudaFree(gpu->memory);
-    fast::close(gpu);
+    if (gpu->fast) fast::close(gpu);
     delete gpu;
 }
 
@@ -678,48 +668,6 @@ static void *cuda_open(const Model *m, const Limits *limits, int *pages, Error *
     if (open_gpu(gpu, pages, e)) return gpu;
     cuda_close(gpu);
     return NULL;
-}
-
-/* ---- cuBLAS ---- */
-
-bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int tokens, bool add, void *y, int y_pitch,
-                   Type y_type, Error *e) {
-    cudaDataType type = m.type == F32 ? CUDA_R_32F : m.type == F16 ? CUDA_R_16F : CUDA_R_16BF;
-    cublasOperation_t transposed = CUBLAS_OP_T;
-    cublasLtEpilogue_t bias = CUBLASLT_EPILOGUE_BIAS;
-    cublasLtMatmulDescOpaque_t product;
-    cublasLtMatrixLayoutOpaque_t w_layout, x_layout, y_layout;
-    float one = 1, beta = add;
-    cublasLtMatmulDescInit(&product, CUBLAS_COMPUTE_32F, CUDA_R_32F);
-    cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed);
-    if (m.bias) cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_EPILOGUE, &bias, sizeof bias);
-    if (m.bias) cublasLtMatmulDescSetAttribute(&product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &m.bias, sizeof m.bias);
-    auto shape_for = [&](int n) {
-        cublasLtMatrixLayoutInit(&x_layout, type, m.cols, n, x_pitch);
-        cublasLtMatrixLayoutInit(&y_layout, y_type == F32 ? CUDA_R_32F : CUDA_R_16BF, m.rows, n, y_pitch);
-    };
-    cublasLtMatrixLayoutInit(&w_layout, type, m.cols, m.rows, m.stride);
-    /* Similar numbers of many tokens share a query, because one stops all answers for a while. */
-    const int like = tokens <= MAX_DECODE ? tokens : (tokens + 31) / 32 * 32;
-    const int kind = add + 2 * (m.bias != NULL) + 4 * (y_type == F32) + 8 * m.type;
-    auto [known, is_new] = gpu->algorithm.insert({{m.rows, m.cols, like, kind}, {}});
-    cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
-    if (is_new) {
-        cublasLtMatmulPreferenceOpaque_t preference;
-        int n = 0;
-        shape_for(like);
-        cublasLtMatmulPreferenceInit(&preference);
-        cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &PRODUCT_ROOM,
-                                             sizeof PRODUCT_ROOM);
-        status = cublasLtMatmulAlgoGetHeuristic(gpu->blas, &product, &w_layout, &x_layout, &y_layout, &y_layout,
-                                                &preference, 1, &known->second, &n);
-        if (!status && !n) status = CUBLAS_STATUS_NOT_SUPPORTED;
-    }
-    shape_for(tokens);
-    if (!status)
-        status = cublasLtMatmul(gpu->blas, &product, &one, m.data, &w_layout, x, &x_layout, &beta, y, &y_layout, y,
-                                &y_layout, &known->second.algo, gpu->product_room, PRODUCT_ROOM, gpu->stream);
-    return status == CUBLAS_STATUS_SUCCESS || fail(e, GPU_FAULT, "cuBLAS failed: %s", cublasLtGetStatusString(status));
 }
 
 /* ---- the border ---- */
@@ -748,7 +696,7 @@ void fill_step(const Step &s, Pass *a) {
             s.position[t] = p;
             if (b->want[i] == WANT_ALL_LOGITS || t == s.last[i]) s.row[a->rows++] = t;
             a->pages = std::max(a->pages, p / PAGE + 1);
-            if (n == 1 || a->tokens <= MAX_DECODE)
+            if (n == 1 || a->tokens <= MAX_DECODE || !tile)
                 s.query[a->queries++] = t;
             else if ((t - b->first[i]) % tile == 0)
                 s.tile[2 * a->tiles] = t, s.tile[2 * a->tiles++ + 1] = std::min(tile, b->first[i + 1] - t);
@@ -830,7 +778,7 @@ static bool cuda_submit(void *state, const Batch *b, Error *e) {
     }
     CUDA(cudaEventRecord(p.begun, gpu->stream));
     if (!send_biases(gpu, b, (Bias *)(p.staged + gpu->step_bytes), e)) return false;
-    gpu->decodes = gpu->fast && a.tokens <= MAX_DECODE;
+    gpu->decodes = gpu->has_decode && a.tokens <= MAX_DECODE;
     if (gpu->decodes) {
         ok = fast::decode(&a, p.staged, e) && draw_rows(&a, &p, e);
     } else {

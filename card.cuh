@@ -6,7 +6,6 @@
 #include "infer.h"
 
 #include <array>
-#include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -92,7 +91,6 @@ struct Rows {
 /* ---- a step ---- */
 
 constexpr int MAX_DECODE = 16;                  /* up to this many tokens a step streams all weights but F32 */
-constexpr int MAX_STREAMED = 96;                /* up to this many, a step may stream a matrix: see way_of() */
 constexpr int MAX_SPLITS = 32, SPLIT_PAGES = 4; /* max blocks that share a context, min pages of each */
 
 /* What a step does, as the kernels read it. */
@@ -128,8 +126,6 @@ struct Work {
     float *x;                 /* (tokens, dim) residual stream */
     void *normed;         /* (tokens, normed_pitch) after a norm; normed, attn and act_out: in the next matrix's type */
     float *normed_f32;    /* the same for matrices in F32: their halves, read as bf16, could be NaNs */
-    float *square;        /* (MAX_STREAMED, dim / TILE) sums of squares of x, tile by tile */
-    float *square_sum;    /* (MAX_STREAMED) of all tiles */
     float *projected;     /* (tokens, rows) results of qkv, or of gate and up */
     void *q;              /* (tokens, n_heads * head_dim), with latents (tokens, n_heads, cache_row()); bf16, or
                              float for F32 weights */
@@ -147,7 +143,7 @@ struct Work {
     Job *job;                         /* (jobs[0]) */
     int *jobs, *routed;               /* how many; blocks of route() that have ended */
     unsigned long long *experts_read; /* see Backend::experts_read */
-    float *partial; /* (queries, n_kv_heads * head_parts(), MAX_SPLITS, 8, head_dim + 2); with latents (tokens,
+    float *partial; /* (queries, n_kv_heads * head_parts(), splits, 8, head_dim + 2); with latents (tokens,
                        latent_parts(), splits, LATENT_HEADS, kv_rank + 2) */
     int *attended;  /* (queries, n_kv_heads * head_parts()) or (tokens, latent_parts()) splits that have ended */
     float *logits;  /* (logit_rows, vocab) */
@@ -160,7 +156,6 @@ struct Work {
     int slots, *drawn, *result; /* (slots); (3, slots) in the host's memory ... */
     int *late;                  /* ... and there, too: a draw waited in vain for the tokens that it may draw */
 };
-__host__ __device__ inline int square_parts(int dim) { return (dim + TILE - 1) / TILE; }
 /* How many blocks of attention share a key/value head that `group` query heads use. */
 __host__ __device__ inline int head_parts(int group) { return (group + 7) / 8; }
 /* Latent attention: query heads of a block, and how many blocks share a token. */
@@ -201,20 +196,14 @@ struct Gpu {
     uint8_t *step;          /* (step_bytes) room for a Step */
     std::vector<Bias> bias; /* Work's as it lies on the card */
     cudaStream_t stream = NULL;
-    cublasLtHandle_t blas = NULL;
-    std::map<std::array<int, 4>, cublasLtMatmulHeuristicResult_t> algorithm; /* by rows, columns, tokens and kind */
-    uint8_t *product_room;                                                   /* (PRODUCT_ROOM) for cuBLAS */
-    bf16 *decoded;                /* (decoded_size) room for a matrix made bf16 */
-    size_t decoded_size, largest; /* largest: bytes of the largest matrix of all layers, without experts */
     std::map<std::array<int, 3>, cudaGraphExec_t> graph; /* by tokens, pages and sampling */
     Pending pending[3]; /* [turn % 3] is next; the one before the oldest outstanding holds the last result */
     unsigned turn = 0;
     int outstanding = 0;
-    bool wgmma = false;       /* the annex may compute steps of many tokens */
-    fast::State *fast = NULL; /* the annex for this model's decode steps, or NULL ... */
-    bool decodes = false;     /* ... and whether it computes this step, except embedding and draw */
+    fast::State *fast = NULL; /* the annex, or NULL */
+    bool has_decode = false;  /* it computes this model's decode steps ... */
+    bool decodes = false;     /* ... and this step, except embedding and draw */
 };
-constexpr size_t PRODUCT_ROOM = 32 << 20;
 
 /* Limits of the kernels: experts that route() can sort, and values of a row that a block can hold. */
 constexpr int MAX_EXPERTS = 1024, MAX_PAIRS = 4, MAX_DIM = 2 * MAX_PAIRS * 1024;
@@ -231,9 +220,6 @@ struct Pass {
     int keep;                         /* rows whose logits somebody wants */
     bool adjusted, filtered;          /* before the draw */
     bool has_logits;                  /* w.logits are there before head() */
-    bool normed;                      /* w.normed is ready: x after the norm that comes next ... */
-    int squares;         /* ... but, if not 0, without norm_factor(): `square` has this many sums a token */
-    const float *square; /* (tokens, squares) */
 };
 
 /* ---- infer.cu: what a step computes ---- */
@@ -243,14 +229,8 @@ struct Pass {
 bool forward(Pass *a, Error *e);
 bool head(Pass *a, int first, int n, Error *e);
 bool draw_tokens(const Pass *a, int first, int n, Error *e);
-/* Tokens of a prompt that attention takes at once. */
+/* Tokens of a prompt that attention takes at once; 0: it takes them one by one. */
 int tile_tokens(const Pass *a);
-
-/* ---- card.cu ---- */
-
-/* cuBLAS: y (tokens, rows; F32, or BF16 if there is no bias) = x (tokens, cols; x_pitch) W^T + bias, or added to y. */
-bool multiply_blas(Gpu *gpu, const Matrix &m, const void *x, int x_pitch, int tokens, bool add, void *y, int y_pitch,
-                   Type y_type, Error *e);
 
 /* ---- sockets: what rooms do; extensions.cuh includes them, and answers for those that are missing ---- */
 
@@ -264,9 +244,9 @@ Type common_code(Type a, Type b);
 bool reads_one(Type t);
 /* Stores four neighbouring weights of a row, and the word of their columns if they are its first. */
 __device__ inline void place_codes(const Source &s, const Matrix &m, int row, int to, int c, const Weight (&w)[4]);
-/* For infer.cu: a weight, and a matrix as bf16, in gpu->decoded. */
+/* For infer.cu: a weight, and a matrix as bf16. */
 __device__ inline float coded_weight(const Matrix &m, size_t row, int column);
-cudaError_t decode_matrix(const Gpu *gpu, const Matrix &m);
+cudaError_t decode_matrix(const Gpu *gpu, const Matrix &m, bf16 *to);
 
 /* Latent attention. check: what its kernels rely on. load: the matrices of a layer that plain attention has not. plan:
  * lays out buffers; *contexts and *partial become those of Work's attended and partial. */
@@ -274,10 +254,10 @@ bool check_latent(const Model &m, Error *e);
 void load_latent(Walk *walk, const Layer &l, DeviceLayer *d);
 void plan_latent(Gpu *gpu, Plan *p, size_t *contexts, size_t *partial);
 
-/* The annex, fast/. open: sets Gpu::wgmma if the annex knows the card, and makes Gpu::fast if it knows the model, too.
- * plan: lays out its buffers. prepare: fills them once the weights are loaded. */
+/* The annex, fast/. open: makes Gpu::fast, unless --plain is given, and sets Gpu::has_decode. plan: lays out its
+ * buffers. prepare: fills them once the weights are loaded. infer.cu declares what a step asks of it. */
 namespace fast {
-void open(Gpu *gpu);
+bool open(Gpu *gpu, Error *e);
 void plan(Gpu *gpu, Plan *p);
 bool prepare(Gpu *gpu, Error *e);
 void close(Gpu *gpu);

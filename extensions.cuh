@@ -43,11 +43,7 @@ void plan_latent(Gpu *, Plan *, size_t *, size_t *) {}
 #include "encodings/multiply.cuh"
 #else
 __device__ inline float coded_weight(const Matrix &, size_t, int) { return 0; }
-cudaError_t decode_matrix(const Gpu *, const Matrix &) { return cudaErrorNotSupported; }
-#endif
-
-#ifdef ROOM_families
-#include "families/latent.cuh"
+cudaError_t decode_matrix(const Gpu *, const Matrix &, bf16 *) { return cudaErrorNotSupported; }
 #endif
 
 /* The annex: what it computes in place of the kernels of infer.cu, or nothing. */
@@ -55,16 +51,20 @@ cudaError_t decode_matrix(const Gpu *, const Matrix &) { return cudaErrorNotSupp
 #include "fast/fast.cuh"
 #else
 namespace fast {
-void open(Gpu *) {}
+bool open(Gpu *, Error *) { return true; }
 void plan(Gpu *, Plan *) {}
 bool prepare(Gpu *, Error *) { return true; }
 void close(Gpu *) {}
 bool decode(Pass *, uint8_t *, Error *) { return false; }
-int tile_rows(const Pass *) { return 0; }
-template <int D> cudaError_t attend(const Pass *, const DeviceLayer &) { return cudaErrorNotSupported; }
-int job_size(const Pass *, const DeviceLayer &) { return 0; }
-bool experts(const Pass *, const DeviceLayer &, Error *) { return false; }
+bool blocks(Pass *, Error *) { return false; }
+bool multiply(const Pass *, const Product &, Error *) { return false; }
+int tile_tokens(const Pass *) { return 0; }
+cudaError_t launch_attention_latent(const Pass *, const DeviceLayer &) { return cudaErrorNotSupported; }
 } /* namespace fast */
+#endif
+
+#ifdef ROOM_families
+#include "families/latent.cuh"
 #endif
 
 /* ---- the lists ---- */
@@ -84,20 +84,20 @@ template <class F> cudaError_t with_type(Type type, F f) {
     case Q5_K: return f(std::integral_constant<Type, Q5_K>());
     case Q6_K: return f(std::integral_constant<Type, Q6_K>());
 #endif
-    default: return cudaErrorNotSupported; /* F32 is cuBLAS's */
+    default: return cudaErrorNotSupported;
     }
 }
 
-/* Sizes of heads that have kernels; the others, NULL, take attention_any(). */
-LaunchAttention *attention_for(int head_dim) {
+/* Sizes of heads that have kernels: f receives the size as a constant. Others take attention_any(). */
+template <class F> cudaError_t with_head_dim(int head_dim, F f) {
     switch (head_dim) {
-    case 64: return launch_attention<64>;
+    case 64: return f(std::integral_constant<int, 64>());
 #ifdef ROOM_families
-    case 96: return launch_attention<96>;
-    case 128: return launch_attention<128>;
-    case 256: return launch_attention<256>;
+    case 96: return f(std::integral_constant<int, 96>());
+    case 128: return f(std::integral_constant<int, 128>());
+    case 256: return f(std::integral_constant<int, 256>());
 #endif
-    default: return NULL;
+    default: return cudaErrorNotSupported;
     }
 }
 

@@ -2,16 +2,16 @@
  * of tokens on any card from sm_80 on. Begin at block(), which calls the kernels. Beside this file: tests/reference.c
  * computes the same by the same names in plain C; card.cuh says what lies on the card; card.cu brings it there and
  * submits steps; extensions.cuh includes the rooms, which have more encodings and attention of other models, and fast/,
- * the annex, which takes over in part on Hopper.
+ * the annex, which forward() and multiply() ask first.
  *
- *   1  small device functions      mma, loads, copies; sums
+ *   1  small device functions      mma, loads; sums
  *   2  how a lane reads weights    Encoding: decoders of BF16, F16 and MXFP4
  *   3  the router's choice         choose (top-k), weigh
- *   4  products                    product (streams weights), product_tiled (many tokens)
- *   5  embedding, norm, experts    embed, norm, route, activate, combine
- *   6  attention                   RoPE, the cache, attention of few queries and of prompts
+ *   4  products                    product, product_f32
+ *   5  embedding, norm, experts    embed, norm, route, combine
+ *   6  attention                   RoPE, the cache, attention
  *   7  from logits to a token      adjust, filter, draw
- *   8  launches                    launch, way_of, multiply
+ *   8  launches                    launch, multiply
  *   9  taps                        the stages of a step for tests
  *  10  one step                    extensions.cuh; attend, experts, block, forward
  *
@@ -86,42 +86,6 @@ __device__ inline uint32_t load_word(const void *from, bool real) {
                  : "l"(from), "r"((int)real));
     return x;
 }
-
-/* Copies 16 bytes to shared memory; only the first `bytes` are read, the others become 0. copies_end() closes a batch
- * of copies; copies_done<n>() waits until at most the last n batches are still on the way. */
-__device__ inline void copy_16(void *to, const void *from, int bytes = 16) {
-    asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from),
-                 "r"(bytes)
-                 : "memory");
-}
-__device__ inline void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int BUT> __device__ inline void copies_done() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(BUT) : "memory");
-}
-
-__device__ inline float exp2_quick(float x) { /* for results that are rounded to bf16 */
-    asm("ex2.approx.ftz.f32 %0,%0;" : "+f"(x));
-    return x;
-}
-
-/* Four 8 by 8 matrices of 16 bits from shared memory. Lanes 8i to 8i + 7 say where the rows of the i-th are; lane 4g +
- * t gets columns 2t and 2t + 1 of row g of each or, transposed, rows 2t and 2t + 1 of column g. */
-template <bool TRANSPOSED = false> __device__ inline uint4 load_matrices(const void *row) {
-    uint4 x;
-    const unsigned at = (unsigned)__cvta_generic_to_shared(row);
-    if constexpr (TRANSPOSED)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
-                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                     : "r"(at)
-                     : "memory");
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
-                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                     : "r"(at)
-                     : "memory");
-    return x;
-}
-
 /* A word of the host's memory that it may write meanwhile. What it wrote before can be read afterwards. */
 __device__ inline uint64_t load_from_host(const uint64_t *from) {
     uint64_t x;
@@ -142,11 +106,7 @@ __device__ inline uint32_t times_4_plus(uint32_t b, uint32_t a) {
 }
 #endif
 
-/* mma() with a0 to a3 in one. */
-template <typename A> __device__ inline void mma(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1) {
-    mma<A>(c, a.x, a.y, a.z, a.w, b0, b1);
-}
-/* The same for eight inner indices of a lane: rows g and g + 8 of a, column g of b. */
+/* mma() for eight inner indices of a lane: rows g and g + 8 of a, column g of b. */
 template <typename A = bf16> __device__ inline void mma_eight(float (&c)[4], uint4 row, uint4 row8, uint4 column) {
     mma<A>(c, row.x, row8.x, row.y, row8.y, column.x, column.y);
     mma<A>(c, row.z, row8.z, row.w, row8.w, column.z, column.w);
@@ -193,22 +153,6 @@ __device__ inline int prefix_sum(int x, int lane) { /* of this lane and those be
     }
     return x;
 }
-/* The sum of n values by a warp. load() requests the first HELD of each lane; they arrive meanwhile. */
-template <int HELD> struct WarpSum {
-    float x[HELD];
-    __device__ void load(const float *value, int n) {
-#pragma unroll
-        for (int i = 0, at = threadIdx.x % 32; i < HELD; i++, at += 32) x[i] = at < n ? value[at] : 0;
-    }
-    __device__ float sum(const float *value, int n) {
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < HELD; i++) sum += x[i];
-#pragma unroll 1
-        for (int at = threadIdx.x % 32 + HELD * 32; at < n; at += 32) sum += value[at];
-        return warp_sum(sum);
-    }
-};
 /* The sum over a block, always in the same order. The first barrier: `part` may still be read from the last call. */
 __device__ inline float block_sum(float x) {
     __shared__ float part[32];
@@ -242,29 +186,13 @@ __device__ inline bool last_block(int *arrived, int blocks) {
  * that begin at column(t, 1), but where WORDS is 4 the second four of each lie 16 columns after the first. Raw is what
  * it loads; decode() turns eight columns of both rows into bf16 (or f16), divided by FACTOR; eight() reads the same
  * columns of x; multiply() adds the chunk's product with x, and x(n, half) says where a lane finds its columns of the
- * n-th eight tokens. product_tiled and the annex's experts copy chunks to shared memory, in pieces of 16 bytes; read()
- * fills Raw from there. column_for() in fast/prefill.cuh follows from column() and eight().
+ * n-th eight tokens.
  *
  *   offset()  where a lane's weights of a tile's first chunk lie; those of chunk k lie k * STEP further on
- *   piece()   the same for a piece, in the order of shared memory
- *   PIECES    of a chunk of a tile
  *   AHEAD     chunks that a lane requests ahead
- *   MATRICES  product_tiled reads 16-bit weights and x with ldmatrix, which gives a lane other columns than column()
- *   BLOCKS    of `product`, with 8 warps, that share a multiprocessor */
+ *   BLOCKS    of `product` that share a multiprocessor */
 template <Type T> struct Encoding;
 
-/* Where an eighth of a chunk of a row, 16 bytes, lies in shared memory. Eight lanes read together and touch all banks:
- * ldmatrix reads the same eighth of eight rows, other loads four eighths of two. For those, eighth e of an odd row lies
- * at e ^ 5, in the other half and of the other parity. A half's eighths 0 and 2, 1 and 3 stay 32 bytes apart, which
- * eight() relies on. */
-template <bool MATRICES = false> __device__ inline int eighth_of(int row, int eighth) {
-    return row * CHUNK * 2 + (eighth ^ (MATRICES ? row % 8 : row % 2 * 5)) * 16;
-}
-/* Where columns (t, half) of row g begin in shared memory. */
-template <class E> __device__ inline int place_of(int lane, int half) {
-    const int column = E::column(lane % 4, half);
-    return eighth_of(lane / 4, column / 8) + column % 8 * 2;
-}
 /* multiply() for encodings that decode weights completely before they multiply. */
 template <class E, typename A> struct Decoded {
     typedef A Activation;
@@ -283,8 +211,7 @@ template <class E, typename A> struct Decoded {
 
 template <typename A> struct Encoding16 { /* rows as they stand in the file */
     static constexpr float FACTOR = 1;
-    static constexpr int STEP = CHUNK * 2, PIECES = 128, BLOCKS = 2;
-    static constexpr bool MATRICES = true;
+    static constexpr int STEP = CHUNK * 2, BLOCKS = 2;
     template <int TILES> static constexpr int AHEAD = TILES == 1 ? 4 : 2;
     struct Raw {
         uint4 low[2], high[2];
@@ -293,24 +220,11 @@ template <typename A> struct Encoding16 { /* rows as they stand in the file */
     __device__ static size_t offset(const Matrix &m, int tile, int lane) {
         return ((size_t)(tile * TILE + lane / 4) * m.stride + column(lane % 4, 0)) * 2;
     }
-    __device__ static size_t piece(const Matrix &m, int tile, int i) {
-        const int row = i / 8, eighth = i % 8 ^ row % 8; /* see eighth_of() */
-        return ((size_t)(tile * TILE + row) * m.stride + eighth * 8) * 2;
-    }
     __device__ static void load(Raw &r, const Matrix &m, const uint8_t *from, bool real) {
         const uint8_t *high = from + (size_t)8 * m.stride * 2;
         for (int half = 0; half < 2; half++) {
             r.low[half] = load_weights(from + half * 64, real);
             r.high[half] = load_weights(high + half * 64, real);
-        }
-    }
-    /* A lane gets columns 2t and 2t + 1 of each eighth, the operands of mma. Rows read as load() reads them would have
-     * to be moved between registers: 253 moves for 64 mma. */
-    __device__ static void read(Raw &r, const uint8_t *chunk, int lane) {
-        for (int half = 0; half < 2; half++) {
-            const uint4 a = load_matrices(chunk + eighth_of<true>(lane % 16, half * 4 + lane / 16));
-            const uint4 b = load_matrices(chunk + eighth_of<true>(lane % 16, half * 4 + 2 + lane / 16));
-            r.low[half] = {a.x, a.z, b.x, b.z}, r.high[half] = {a.y, a.w, b.y, b.w};
         }
     }
     __device__ static void decode(const Raw &r, int half, uint4 &low, uint4 &high) {
@@ -337,8 +251,7 @@ __device__ inline Sixteen fp4_to_bf16(uint32_t a, uint32_t b) {
  * small, and the finished sum is multiplied by FACTOR. */
 template <> struct Encoding<MXFP4> : Decoded<Encoding<MXFP4>, bf16> {
     static constexpr float FACTOR = 0x1p26f;
-    static constexpr int STEP = FP4_CHUNK, PIECES = FP4_CHUNK / 16, BLOCKS = 4;
-    static constexpr bool MATRICES = false;
+    static constexpr int STEP = FP4_CHUNK, BLOCKS = 4;
     template <int TILES> static constexpr int AHEAD = 2;
     struct Raw {
         uint4 words;
@@ -348,13 +261,9 @@ template <> struct Encoding<MXFP4> : Decoded<Encoding<MXFP4>, bf16> {
     __device__ static size_t offset(const Matrix &m, int tile, int lane) {
         return (size_t)tile * (m.stride / CHUNK) * STEP + lane * 16;
     }
-    __device__ static size_t piece(const Matrix &m, int tile, int i) { return offset(m, tile, i); }
     __device__ static void load(Raw &r, const Matrix &, const uint8_t *from, bool real) {
         int lane = threadIdx.x % 32;
         r = {load_weights(from, real), load_word(from + 512 - lane * 16 + lane / 4 * 4, real)};
-    }
-    __device__ static void read(Raw &r, const uint8_t *chunk, int lane) {
-        r = {((const uint4 *)chunk)[lane], ((const uint32_t *)(chunk + 512))[lane / 4]};
     }
     __device__ static uint4 times(uint4 eight, uint32_t scale) {
         /* the e8m0 scale as the exponents of a pair of bf16; plus 126 of fp4_to_bf16, minus 26 of FACTOR */
@@ -384,14 +293,11 @@ __device__ inline float weight_of(const Matrix &m, size_t row, int column) {
 
 /* ---- 3 the router's choice ---- */
 
-/* A router's logits, how they choose, and where the choice goes. */
+/* A router's logits, and how they choose. */
 struct Router {
     const float *logit, *bias; /* (tokens, experts); (experts) or NULL */
     int experts, top_k;
     Route how;
-    int *expert;   /* (tokens, top_k) receives the choice */
-    float *weight; /* (tokens, top_k) */
-    unsigned long long *experts_read;
 };
 /* A router's logit for expert e, or its sigmoid. */
 __device__ inline float router_score(const Router &r, int t, int e) {
@@ -478,28 +384,19 @@ __device__ inline float norm_factor(float squares, int dim, float eps) { return 
  * its k-th expert. `divide` choices share a row of x: row r has those from r * divide on. */
 struct Product {
     Matrix w;
-    const void *x;
-    int x_pitch, tokens, group; /* blockIdx.y of `product` is a group of so many tokens */
-    const float *square;        /* (tokens, squares), which add up to the sum of squares of x before its norm */
-    int squares;                /* 0: x is normed already */
-    float *total;               /* (tokens) receives the sums, or NULL */
-    float eps;
-    const Job *job;
+    const void *x; /* (tokens, x_pitch) */
+    int x_pitch, tokens;
+    const Job *job; /* or NULL: all tokens, matrix 0 */
     const int *jobs, *order;
+    int job_size, max_jobs; /* at most so many choices in a job, and so many jobs */
+    bool early;             /* jobs, or a router's choice, are ready: the previous kernel has waited for them */
     int divide;
-    Router router; /* top_k 0: none. Else there is one token, and its experts are the jobs */
-    bool early;    /* jobs, or the router's logits, are ready: the previous kernel has waited for them */
     Finish finish;
     void *y; /* (tokens or choices, y_pitch) */
     int y_pitch;
     Type y_type; /* F32, except for ACTIVATE and where a matrix reads the result next */
     Act act;
     float act_limit;
-    const float *norm; /* for ADD: (rows) weights of the norm that follows, or NULL: the next four are unused */
-    void *normed;      /* (tokens, normed_pitch) receives y times these weights */
-    int normed_pitch;
-    Type normed_type;
-    float *next_square; /* (tokens, tiles of w) receives y's sum of squares, tile by tile */
 };
 
 /* The activation; quick functions suffice where it is rounded to 16 bits. x is minus sigmoid's argument. GELU's tanh
@@ -513,86 +410,48 @@ __device__ inline float activation(Act act, float limit, float gate, float up, b
 }
 /* What else finish() needs for rows r and r + 1. `product` requests it before it multiplies: the loads take long. */
 struct Target {
-    float2 bias;
-    float2 old, norm; /* for ADD: the old values, and weights of the norm that follows */
+    float2 bias, old; /* old: for ADD */
 };
-/* Zeros for what is absent; all zeros unless `real`. */
-__device__ inline Target target_of(const Product &p, int expert, size_t out, int r, bool real = true) {
-    auto pair = [&](const float *from, bool real) {
-        const float first = __uint_as_float(load_word(from, real));
-        return make_float2(first, __uint_as_float(load_word(from + 1, real && r + 1 < p.w.rows)));
-    };
-    return {pair(p.w.bias + (size_t)expert * p.w.rows + r, real && p.w.bias),
-            pair((const float *)p.y + out * p.y_pitch + r, real && p.finish == ADD),
-            pair(p.norm + r, real && p.finish == ADD && p.norm)};
+/* Two floats, zeros unless `real`; the second exists only if r + 1 is a row of w. */
+__device__ inline float2 pair_at(const float *from, const Matrix &w, int r, bool real) {
+    const float first = __uint_as_float(load_word(from, real));
+    return make_float2(first, __uint_as_float(load_word(from + 1, real && r + 1 < w.rows)));
 }
-/* Stores both rows; for ADD it returns the sum of squares of what it stored. */
-__device__ inline float finish(const Product &p, const Target &target, size_t out, int r, float a, float b) {
+__device__ inline Target target_of(const Product &p, int expert, size_t out, int r, bool real = true) {
+    return {pair_at(p.w.bias + (size_t)expert * p.w.rows + r, p.w, r, real && p.w.bias),
+            pair_at((const float *)p.y + out * p.y_pitch + r, p.w, r, real && p.finish == ADD)};
+}
+/* Stores both rows, and returns what it stored; ACTIVATE makes one value of both. */
+__device__ inline float2 finish(const Product &p, const Target &target, size_t out, int r, float a, float b) {
     a += target.bias.x + target.old.x, b += target.bias.y + target.old.y;
     if (p.finish == ACTIVATE) {
         store_as(p.y_type, p.y, out * p.y_pitch + r / 2, activation(p.act, p.act_limit, a, b, p.y_type != F32));
-        return 0;
-    }
-    if (r + 1 < p.w.rows && p.y_pitch % 2 == 0) { /* pairs are aligned */
+    } else if (r + 1 < p.w.rows && p.y_pitch % 2 == 0) { /* pairs are aligned */
         store_pair_as(p.y_type, p.y, out * p.y_pitch + r, a, b);
     } else {
         store_as(p.y_type, p.y, out * p.y_pitch + r, a);
         if (r + 1 < p.w.rows) store_as(p.y_type, p.y, out * p.y_pitch + r + 1, b);
     }
-    if (p.finish == STORE || !p.norm) return 0;
-    store_pair_as(p.normed_type, p.normed, out * p.normed_pitch + r, a * target.norm.x, b * target.norm.y);
-    return a * a + b * b;
+    return {a, b};
 }
 
-/* How a warp of `product` reads x, chunk by chunk of 8 TILES rows. Eight rows fit in L1 and are read where they lie
- * (the specialization for TILES = 1). More do not fit, so the warp copies its chunks to shared memory, SLOTS ahead.
- * Missing rows become zeros without being read: each tile of 16 rows of the matrix reads x from L2 again. */
-template <Type T, int TILES> struct StreamedX {
-    static constexpr int SLOT = TILES * 8 * CHUNK * 2, SLOTS = 2, RING = SLOTS * SLOT; /* bytes */
-    const uint8_t *from[TILES * 2];
-    uint8_t *ring, *slot;
-    uint32_t to, at[2], rows; /* rows: real rows of this lane */
-    __device__ void begin(const Product &p, const Job &job, uint8_t *shared) {
-        const int lane = threadIdx.x % 32;
-        rows = (job.n - lane / 8 + 3) / 4;
-        for (int i = 0; i < TILES * 2; i++)
-            from[i] = (const uint8_t *)p.x + ((job.first + i * 4 + lane / 8) * p.x_pitch + lane % 8 * 8) * 2;
-        ring = shared + threadIdx.x / 32 * RING, to = eighth_of(lane / 8, lane % 8);
-        for (int half = 0; half < 2; half++) at[half] = place_of<Encoding<T>>(lane, half);
-    }
-    /* Requests chunk `chunk`, the i-th of this warp; zeros unless `real`. */
-    __device__ void request(int i, int chunk, bool real) {
-#pragma unroll
-        for (int k = 0; k < TILES * 2; k++)
-            copy_16(ring + i % SLOTS * SLOT + to + k * 512, from[k] + chunk * CHUNK * 2, real && k < rows ? 16 : 0);
-    }
-    /* Requests a tile's first chunks. Zeros take the place of those that it lacks: weights past the end are zeros too,
-     * but zero times what lay there before may be a NaN. Later, finite values lie in all slots. */
-    __device__ void start(int first, int step, int chunks) {
-        static_assert(Encoding<T>::template AHEAD<TILES> % SLOTS == 0, "each tile begins with the first slot");
-        for (int i = 0; i < SLOTS; i++) request(i, first + i * step, first + i * step < chunks), copies_end();
+/* How a warp reads up to 8 TILES rows of x where they lie, chunk by chunk. A lane has the rows lane / 4, + 8, ...;
+ * missing ones alias the last. */
+template <Type T, int TILES> struct RowsOfX {
+    const uint8_t *row[TILES];
+    uint32_t at;
+    __device__ void begin(const Product &p, const Job &job) {
+        for (int n = 0; n < TILES; n++) {
+            int i = job.first + min(n * 8 + (int)threadIdx.x % 32 / 4, job.n - 1);
+            if (p.order) i = __ldcg(p.order + i);
+            if (p.divide > 1) i /= p.divide;
+            row[n] = (const uint8_t *)p.x + ((size_t)i * p.x_pitch + Encoding<T>::column(threadIdx.x % 4, 0)) * 2;
+        }
     }
     /* Before and after the product with chunk `chunk`, the i-th of this warp. */
-    __device__ void arrive(int i, int, int) { copies_done<SLOTS - 1>(), __syncwarp(), slot = ring + i % SLOTS * SLOT; }
-    __device__ void leave(int i, int chunk, int step, int chunks) {
-        __syncwarp();
-        if (chunk + SLOTS * step < chunks) request(i, chunk + SLOTS * step, true);
-        copies_end();
-    }
-    __device__ const void *operator()(int n, int half) const { return slot + n * 8 * CHUNK * 2 + at[half]; }
-};
-template <Type T> struct StreamedX<T, 1> {
-    const uint8_t *row, *at;
-    __device__ void begin(const Product &p, const Job &job, uint8_t *) {
-        int i = job.first + min((int)threadIdx.x % 32 / 4, job.n - 1);
-        if (p.order) i = __ldcg(p.order + i);
-        if (p.divide > 1) i /= p.divide;
-        row = (const uint8_t *)p.x + ((size_t)i * p.x_pitch + Encoding<T>::column(threadIdx.x % 4, 0)) * 2;
-    }
-    __device__ void start(int, int, int) {}
-    __device__ void arrive(int, int chunk, int chunks) { at = row + (uint32_t)min(chunk, chunks - 1) * CHUNK * 2; }
+    __device__ void arrive(int, int chunk, int chunks) { at = (uint32_t)min(chunk, chunks - 1) * CHUNK * 2; }
     __device__ void leave(int, int, int, int) {}
-    __device__ const void *operator()(int, int half) const { return at + Encoding<T>::column(0, half) * 2; }
+    __device__ const void *operator()(int n, int half) const { return row[n] + at + Encoding<T>::column(0, half) * 2; }
 };
 
 /* A warp's share of a tile of 16 rows: chunks `first`, first + step, ... of its columns, with AHEAD of them in flight.
@@ -610,8 +469,9 @@ template <Type T, int TILES> struct Stream {
         for (int i = 0; i < AHEAD; i++) load(m, tile, i, first + i * step, chunks);
     }
     /* c += the tile times x. */
-    __device__ void multiply(float (&c)[TILES][4], const Matrix &m, const uint8_t *tile, StreamedX<T, TILES> &x,
-                             int first, int step, int chunks) {
+    template <class X>
+    __device__ void multiply(float (&c)[TILES][4], const Matrix &m, const uint8_t *tile, X &x, int first, int step,
+                             int chunks) {
         for (; first < chunks; first += step * AHEAD) {
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
@@ -625,233 +485,78 @@ template <Type T, int TILES> struct Stream {
     }
 };
 
-/* The product for few tokens, or choices of an expert; reading the weights takes most of its time. The blocks share the
- * tiles of all jobs evenly; the warps of a block share a tile's columns. Groups of up to 8 TILES tokens read the same
- * weights at about the same time, so all but the first find most of them in L2. If a product with ADD wrote x, x is the
- * residual stream times the norm's weights, and this kernel divides its result by the root mean square. So no norm
- * kernel is needed in between.
- *
- * Without jobs a block requests its first weights before it waits. With jobs it waits for them, and only then lets the
- * next kernel begin. So that kernel, a product with `early`, finds the jobs ready. For a single token, and up to
- * PRODUCT_EXPERTS experts, no kernel makes jobs: each block chooses the experts itself, which takes less time than
- * another kernel. */
-constexpr int PRODUCT_EXPERTS = 128;
-template <Type T, int TILES, int W>
-__global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W) product(const __grid_constant__ Product p) {
-    typedef Encoding<T> E;
-    /* Of a group or, with jobs, of the step: an expert may have any of its tokens. */
-    constexpr int TOKENS = TILES * 8 > MAX_DECODE ? TILES * 8 : MAX_DECODE;
-    __shared__ float sum[2][W][TILES * 128], factor[TOKENS]; /* two sums: so one barrier a tile is enough */
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = p.w.stride / CHUNK;
-    const int first_token = blockIdx.y * p.group, tokens = min(p.group, p.tokens - first_token);
-    const unsigned tiles = p.w.tiles(), tile_bytes = E::offset(p.w, 1, 0);
-    const bool chooses = TILES == 1 && W == 8 && p.router.top_k, wait_first = (p.job || chooses) && !p.early;
-    if (wait_first) wait_previous();
-    launch_next();
-    __shared__ int chosen[32];
-    if (chooses) {
-        if constexpr (TILES == 1 && W == 8)
-            if (warp == 0) chosen[lane] = choose<PRODUCT_EXPERTS / 32>(p.router, 0);
-        __syncthreads();
-    }
-    const unsigned jobs = p.job     ? __ldcg(p.jobs)
-                          : chooses ? p.router.top_k
-                                    : 1,
-                   total = jobs * tiles, end = (blockIdx.x + 1) * total / gridDim.x;
-    unsigned item = blockIdx.x * total / gridDim.x; /* a tile of a job: `tile` of number `which` */
-    unsigned which = item / tiles, tile = item - which * tiles;
-    Job job = {0, first_token, tokens};
-    const uint8_t *weights = NULL;
-    /* Reads job number `which`, and sets where this lane's weights of its tile begin. */
-    auto find_job = [&](Job &found) {
-        const int *from = &p.job[which].expert;
-        if (p.job) found = {__ldcg(from), __ldcg(from + 1), __ldcg(from + 2)};
-        if (chooses) found = {chosen[which], (int)which, 1};
-        weights = p.w.data + found.expert * p.w.bytes + E::offset(p.w, tile, lane);
-    };
-    if (item < end) find_job(job);
-    Stream<T, TILES> stream;
-    stream.begin(p.w, weights, warp, W, item < end ? chunks : 0);
-    if (!wait_first) wait_previous();
-    if (chooses && !p.early && blockIdx.x == 0 && warp == W - 1) { /* for combine */
-        const float weight = weigh(p.router, 0, chosen[lane]);
-        if (lane < p.router.top_k) p.router.expert[lane] = chosen[lane], p.router.weight[lane] = weight;
-        if (lane == 0) *p.router.experts_read += p.router.top_k;
-    }
-    constexpr int HELD = T == MXFP4 ? 1 : TILES >= 3 ? 4 : 8; /* as many as there are registers for */
-    WarpSum<HELD> squares[TOKENS / W];                        /* of the group's tokens `warp`, W + warp, ... */
-    auto parts = [&](int n) { return p.square + (first_token + n * W + warp) * p.squares; };
-    for (int n = 0; n < TOKENS / W; n++)
-        if (n * W + warp < tokens) squares[n].load(parts(n), p.squares);
-    /* At the end thread i has two rows of a tile, 2 (i % 8) and the next, for token i / 8. */
-    static_assert(TILES * 64 <= W * 32, "one pair a thread");
-    const int token = threadIdx.x / 8, pair = threadIdx.x % 8 * 2;
-    extern __shared__ __align__(128) uint8_t shared[];
-    StreamedX<T, TILES> x;
-    bool mine;
-    int out;
-    auto begin_job = [&] {
-        x.begin(p, job, shared);
-        mine = token < min(TILES * 8, job.n);
-        out = job.first + token;
-        if (mine && p.order) out = __ldcg(p.order + out);
-    };
-    if (item < end) begin_job(), x.start(warp, W, chunks);
-    for (int turn = 0; item < end; turn++) {
-        float c[TILES][4] = {};
-        const int row = tile * TILE + pair, now = tile;
-        const bool store = mine && row < p.w.rows;
-        Target target = {};
-        if (token < TILES * 8) target = target_of(p, job.expert, out, row, store); /* whole warps skip it */
-        stream.multiply(c, p.w, weights, x, warp, W, chunks);
-        Job next = job;
-        item++, tile++, weights += tile_bytes;
-        if (tile == tiles && item < end) tile = 0, which++, find_job(next);
-        stream.begin(p.w, weights, warp, W, item < end ? chunks : 0);
-        if (item < end && warp < chunks) x.start(warp, W, chunks); /* jobs have TILES 1, for which it does nothing */
-#pragma unroll
-        for (int i = 0; i < TILES * 4; i++) sum[turn % 2][warp][i * 32 + lane] = c[i / 4][i % 4];
-        for (int n = 0; n < TOKENS / W && p.squares && !turn; n++) {
-            if (n * W + warp >= tokens) break;
-            float square = squares[n].sum(parts(n), p.squares);
-            if (lane == 0) factor[n * W + warp] = norm_factor(square, p.w.cols, p.eps);
-            if (lane == 0 && p.total && blockIdx.x == 0) p.total[first_token + n * W + warp] = square;
-        }
-        __syncthreads();
-        if (token < TILES * 8) { /* at: where mma left row `pair` for this token; the next row's lane is 4 further on */
-            const int at = token / 8 * 128 + (pair / 8 * 2 + token % 2) * 32 + pair % 8 * 4 + token % 8 / 2;
-            float a = 0, b = 0, square = 0, scale = E::FACTOR;
-            if (mine && p.squares) scale *= factor[(p.divide > 1 ? out / p.divide : out) - first_token];
-            for (int k = 0; k < W; k++) a += sum[turn % 2][k][at], b += sum[turn % 2][k][at + 4];
-            if (store) square = finish(p, target, out, row, a * scale, b * scale);
-            if (p.finish == ADD && p.norm) {
-                for (int o = 4; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o); /* of the tile's 16 rows */
-                if (store && pair == 0) p.next_square[out * tiles + now] = square;
-            }
-        }
-        if (item < end && tile == 0) job = next, begin_job();
-    }
+/* Where mma leaves row `pair` (0 to 15) of a tile for a token, among the sums of a warp's lanes; that of the next row
+ * is 4 further on. */
+__device__ inline int sum_place(int token, int pair) {
+    return token / 8 * 128 + (pair / 8 * 2 + token % 2) * 32 + pair % 8 * 4 + token % 8 / 2;
 }
 
-/* The product for more tokens, in tiles of 16 TILES. A warp decodes 16 ROWS rows of the matrix once and multiplies them
- * by all tokens of the block, mma's columns. Chunks of weights and of x come through a ring of shared memory: a thread
- * copies an eighth of every 16th row of x, and pieces of weights. At the end mma leaves a lane two tokens of a row, but
- * finish() takes two rows of a token. So the sums, too, go through shared memory; then a thread finishes two rows of
- * every second token. With more ROWS the last blocks of a launch leave more multiprocessors idle. */
-constexpr int TILED_WARPS = 4;
-/* This lane's columns of eight rows of x in shared memory. */
-template <class E> __device__ inline uint4 columns_of(const uint8_t *rows, int lane, int half) {
-    if constexpr (E::MATRICES) return load_matrices(rows + eighth_of<true>(lane % 8, half * 4 + lane / 8));
-    return E::eight(rows + place_of<E>(lane, half));
-}
-template <Type T, int TILES> struct TiledShape {
-    static constexpr int STAGES = TILES <= 2 && T == MXFP4 ? 4 : 3, THREADS = TILED_WARPS * 32, TOKENS = TILES * 16;
-    static constexpr int BLOCKS = T == MXFP4 ? 4 : is_coded(T) ? 2 : 3; /* for which there are registers */
-    static constexpr int ROWS = 2, ROW_TILES = TILED_WARPS * ROWS, PIECES = ROW_TILES * Encoding<T>::PIECES;
-    static constexpr int X = TOKENS * CHUNK * 2, STAGE = X + PIECES * 16;     /* bytes */
-    static constexpr int PAIRS = ROW_TILES * TILE / 2, PITCH = PAIRS * 2 + 4; /* the pitch spares bank conflicts */
-    static constexpr int SHARED = STAGES * STAGE;                             /* in the end the sums lie there */
-    static_assert(TOKENS * PITCH * 4 <= SHARED && SHARED <= 99 << 10, "sm_86 and sm_89 have no more");
-};
+/* The blocks share all items evenly: an item is a tile of 16 rows for a job or, without jobs, for 8 TILES tokens. The
+ * warps of a block share a tile's columns. Reading the weights takes most of the time, so a block requests those of its
+ * next item before it stores the last results. Without jobs it requests its first ones before it waits. With jobs it
+ * waits for them, and only then lets the next kernel begin: that one, a product with `early`, finds the jobs ready. */
+constexpr int PRODUCT_WARPS = 8;
 template <Type T, int TILES>
-__global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES>::BLOCKS)
-    product_tiled(const __grid_constant__ Product p) {
+__global__ void __launch_bounds__(PRODUCT_WARPS * 32, TILES == 1 ? Encoding<T>::BLOCKS : 2)
+    product(const __grid_constant__ Product p) {
     typedef Encoding<T> E;
-    typedef typename E::Activation A;
-    typedef TiledShape<T, TILES> Shape;
-    constexpr int STAGES = Shape::STAGES, STAGE = Shape::STAGE, THREADS = Shape::THREADS, ROWS = Shape::ROWS;
-    extern __shared__ __align__(128) uint8_t shared[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int chunks = p.w.stride / CHUNK, tiles = p.w.tiles(), first = blockIdx.x * Shape::ROW_TILES;
+    constexpr int W = PRODUCT_WARPS, TOKENS = TILES * 8;
+    static_assert(TOKENS * 8 <= W * 32, "a thread finishes two rows, 2 (i % 8) and the next, for token i / 8");
+    __shared__ float sum[2][W][TILES * 128]; /* two: so one barrier an item is enough */
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = p.w.stride / CHUNK;
+    const int token = threadIdx.x / 8, pair = threadIdx.x % 8 * 2, at = sum_place(token, pair);
+    const bool wait_first = p.job && !p.early;
+    if (wait_first) wait_previous();
+    launch_next();
+    const unsigned tiles = p.w.tiles(), items = tiles * (p.job ? *p.jobs : (p.tokens + TOKENS - 1) / TOKENS);
+    unsigned item = (size_t)blockIdx.x * items / gridDim.x, which = item / tiles, tile = item % tiles;
+    const unsigned end = (size_t)(blockIdx.x + 1) * items / gridDim.x;
+    Job job;
+    const uint8_t *weights;
+    Stream<T, TILES> stream;
+    auto begin_item = [&](bool new_job) {
+        const int first = which * TOKENS;
+        if (new_job) job = p.job ? p.job[which] : Job{0, first, min(TOKENS, p.tokens - first)};
+        weights = p.w.data + job.expert * p.w.bytes + E::offset(p.w, tile, lane);
+        stream.begin(p.w, weights, warp, W, chunks);
+    };
+    if (item < end) begin_item(true);
+    if (!wait_first) wait_previous();
+    RowsOfX<T, TILES> x;
+    int out = 0;
+    for (int turn = 0; item < end; turn++) {
+        if (!turn || !tile) { /* a new job */
+            x.begin(p, job);
+            out = job.first + min(token, job.n - 1);
+            if (p.order) out = p.order[out];
+        }
+        const int row = tile * TILE + pair;
+        const bool mine = token < job.n && row < p.w.rows;
+        const Target target = target_of(p, job.expert, out, row, mine);
+        float c[TILES][4] = {}, a = 0, b = 0;
+        stream.multiply(c, p.w, weights, x, warp, W, chunks);
+        if (++tile == tiles) tile = 0, which++;
+        if (++item < end) begin_item(!tile);
+#pragma unroll
+        for (int i = 0; i < TILES * 4; i++) sum[turn % 2][warp][i * 32 + lane] = c[i / 4][i % 4];
+        __syncthreads();
+        for (int k = 0; k < W && mine; k++) a += sum[turn % 2][k][at], b += sum[turn % 2][k][at + 4];
+        if (mine) finish(p, target, out, row, a * E::FACTOR, b * E::FACTOR);
+    }
+}
+/* The same for F32, in fp32 throughout. A warp has two rows (blockIdx.y) and a token (blockIdx.x). */
+__global__ void __launch_bounds__(PRODUCT_WARPS * 32) product_f32(const __grid_constant__ Product p) {
+    const int r = (blockIdx.y * PRODUCT_WARPS + threadIdx.x / 32) * 2, lane = threadIdx.x % 32, token = blockIdx.x;
     launch_next();
     wait_previous();
-    if (p.job && (int)blockIdx.y >= *p.jobs) return;
-    const int begin = blockIdx.y * Shape::TOKENS;
-    const Job job = p.job ? p.job[blockIdx.y] : Job{0, begin, min(Shape::TOKENS, p.tokens - begin)};
-    constexpr int X_EACH = Shape::TOKENS * 8 / THREADS, W_EACH = (Shape::PIECES + THREADS - 1) / THREADS;
-    const A *x[X_EACH];
-    const int rows = (job.n - (int)threadIdx.x / 8 + THREADS / 8 - 1) / (THREADS / 8); /* real rows of this thread */
-    uint32_t piece[W_EACH];
-#pragma unroll
-    for (int i = 0; i < X_EACH; i++) {
-        int row = job.first + min((i * THREADS + (int)threadIdx.x) / 8, job.n - 1); /* p.order has no more */
-        x[i] = (const A *)p.x + (size_t)(p.order ? p.order[row] / p.divide : row) * p.x_pitch + threadIdx.x % 8 * 8;
-    }
-#pragma unroll
-    for (int i = 0; i < W_EACH; i++) {
-        int k = i * THREADS + threadIdx.x, tile = min(k / E::PIECES, min(Shape::ROW_TILES, tiles - first) - 1);
-        piece[i] = (uint32_t)E::piece(p.w, tile, k % E::PIECES);
-    }
-    uint8_t *to = shared + eighth_of<E::MATRICES>(threadIdx.x / 8, threadIdx.x % 8);
-    const uint8_t *weights = p.w.data + job.expert * p.w.bytes + E::offset(p.w, first, 0);
-    int coming = 0, slot = 0, at = 0; /* the next chunk to copy; where the stages to fill and to read begin */
-    auto copy = [&] {
-        if (coming++ < chunks) {
-#pragma unroll
-            for (int i = 0; i < X_EACH; i++) /* missing rows become zeros */
-                copy_16(to + slot + i * THREADS * 16, x[i], i < rows ? 16 : 0), x[i] += CHUNK;
-#pragma unroll
-            for (int i = 0; i < W_EACH; i++)
-                if (Shape::PIECES % THREADS == 0 || i * THREADS + (int)threadIdx.x < Shape::PIECES)
-                    copy_16(shared + slot + Shape::X + (i * THREADS + threadIdx.x) * 16, weights + piece[i]);
-            weights += E::STEP;
-            slot = slot == (STAGES - 1) * STAGE ? 0 : slot + STAGE;
-        }
-        copies_end();
-    };
-    float c[ROWS][2 * TILES][4] = {};
-#pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) copy();
-    for (int chunk = 0; chunk < chunks; chunk++) {
-        copies_done<STAGES - 2>();
-        __syncthreads();
-        copy();
-        const uint8_t *stage = shared + at;
-        auto x_of = [&](int n, int half) { return columns_of<E>(stage + n * 8 * CHUNK * 2, lane, half); };
-        at = at == (STAGES - 1) * STAGE ? 0 : at + STAGE;
-        typename E::Raw raw[ROWS];
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) E::read(raw[r], stage + Shape::X + (warp * ROWS + r) * E::PIECES * 16, lane);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint4 a[ROWS][2];
-            for (int r = 0; r < ROWS; r++) {
-                uint4 low, high;
-                E::decode(raw[r], half, low, high);
-                a[r][0] = {low.x, high.x, low.y, high.y}, a[r][1] = {low.z, high.z, low.w, high.w};
-            }
-#pragma unroll
-            for (int n = 0; n < 2 * TILES; n += 2) { /* two together: an mma waits for the one before on the same sum */
-                const uint4 column[2] = {x_of(n, half), x_of(n + 1, half)};
-#pragma unroll
-                for (int second = 0; second < 2; second++)
-#pragma unroll
-                    for (int i = 0; i < 2 * ROWS; i++) {
-                        const uint4 x = column[i / ROWS];
-                        mma<A>(c[i % ROWS][n + i / ROWS], a[i % ROWS][second], second ? x.z : x.x, second ? x.w : x.y);
-                    }
-            }
-        }
-    }
-    float *sum = (float *)shared; /* (Shape::TOKENS, Shape::PITCH) */
-    __syncthreads();              /* no warp reads the last stage any more */
-#pragma unroll
-    for (int n = 0; n < 2 * TILES; n++)
-#pragma unroll
-        for (int i = 0; i < 4 * ROWS; i++)
-            sum[(n * 8 + 2 * t + i % 2) * Shape::PITCH + (warp * ROWS + i / 4) * TILE + i / 2 % 2 * 8 + g] =
-                c[i / 4][n][i % 4];
-    __syncthreads();
-    const int pair = threadIdx.x % Shape::PAIRS * 2, r = first * TILE + pair;
     if (r >= p.w.rows) return;
-    Target target = target_of(p, job.expert, 0, r, p.finish != ADD); /* a bias is the same for all tokens */
-#pragma unroll 4
-    for (int token = threadIdx.x / Shape::PAIRS; token < job.n; token += THREADS / Shape::PAIRS) {
-        const size_t out = p.order ? p.order[job.first + token] : job.first + token;
-        const float2 both = *(const float2 *)(sum + token * Shape::PITCH + pair);
-        if (p.finish == ADD) target = target_of(p, job.expert, out, r);
-        finish(p, target, out, r, both.x * E::FACTOR, both.y * E::FACTOR);
-    }
+    const float *x = (const float *)p.x + (size_t)token * p.x_pitch;
+    const float *low = (const float *)p.w.data + (size_t)r * p.w.stride;
+    const float *high = r + 1 < p.w.rows ? low + p.w.stride : low;
+    float a = 0, b = 0;
+    for (int c = lane; c < p.w.cols; c += 32) a += low[c] * x[c], b += high[c] * x[c];
+    a = warp_sum(a), b = warp_sum(b);
+    if (lane == 0) finish(p, target_of(p, 0, token, r), token, r, a, b);
 }
 
 /* ---- 5 embedding, norm, experts ---- */
@@ -895,42 +600,15 @@ __global__ void __launch_bounds__(1024) norm(Work w, const int *row, const float
     rms_norm(w, x, by, type, blockIdx.x);
 }
 
-/* Begins a step, a block a token: x = the row of the embedding, and the first norm. Stores each token in its page. */
-__global__ void __launch_bounds__(1024) embed(Work w, Step s, Matrix table, const float *weight, Type type) {
-    Pairs x, by;
+/* Begins a step, a block a token: x = the row of the embedding. Stores each token in its page. */
+__global__ void __launch_bounds__(1024) embed(Work w, Step s, Matrix table) {
     launch_next();
-    load_pairs(by, weight, w.dim);
     wait_previous();
     int4 given = s.token[blockIdx.x];
     int token = given.x < 0 ? max(w.drawn[given.y], 0) : given.x; /* after a NaN the step does not count */
-    float2 *to = (float2 *)(w.x + (size_t)blockIdx.x * w.dim);
+    float *to = w.x + (size_t)blockIdx.x * w.dim;
     if (threadIdx.x == 0) w.page_token[given.z] = token;
-    for_pairs(w.dim, [&](int i, int k) {
-        to[i] =
-            x[k] = {weight_of(table, token, 2 * i) * w.embed_scale, weight_of(table, token, 2 * i + 1) * w.embed_scale};
-    });
-    rms_norm(w, x, by, type, blockIdx.x);
-}
-
-/* The activation of gate and up, which cuBLAS has computed as T, for a token (blockIdx.y). */
-constexpr int ACTIVATE_EACH = 8, ACTIVATE_THREADS = 256; /* results of a thread, two of them neighbours */
-template <class T>
-__global__ void __launch_bounds__(ACTIVATE_THREADS) activate(const __grid_constant__ Work w, int width, Type type) {
-    struct alignas(4 * sizeof(T)) Four {
-        T gate, up, next_gate, next_up;
-    };
-    launch_next();
-    wait_previous();
-    const Four *from = (const Four *)w.projected + (size_t)blockIdx.y * (width / 2);
-#pragma unroll
-    for (int k = 0; k < ACTIVATE_EACH / 2; k++) {
-        const int i = (blockIdx.x * ACTIVATE_EACH / 2 + k) * ACTIVATE_THREADS + threadIdx.x;
-        if (2 * i >= width) break;
-        const Four x = from[i];
-        store_pair_as(type, w.act_out, (size_t)blockIdx.y * w.act_pitch + 2 * i,
-                      activation(w.act, w.act_limit, x.gate, x.up, type != F32),
-                      activation(w.act, w.act_limit, x.next_gate, x.next_up, type != F32));
-    }
+    for (int i = threadIdx.x; i < w.dim; i += blockDim.x) to[i] = weight_of(table, token, i) * w.embed_scale;
 }
 
 /* Sorts the choices by expert, by counting, and cuts them into jobs of at most `job_size`. The last block of route()
@@ -976,18 +654,12 @@ __global__ void __launch_bounds__(ROUTE_WARPS * 32) route(Work w, Router r, int 
         sort_choices(w, tokens * w.top_k, job_size, counts, counts + w.n_experts);
 }
 
-/* x[t] += the weighted results of `top_k` experts (w.down), in the order of choice, or, without weights, the result of
- * attention or a dense layer. With `post` the sum is normed before it is added. Then comes the next norm. One block a
- * token. */
-__global__ void __launch_bounds__(1024)
-    combine(Work w, int top_k, const float *weights, const float *post, const float *norm, Type type) {
-    Pairs x, by, sum = {};
-    launch_next();
-    load_pairs(by, norm, w.dim);
-    wait_previous();
+/* A token's x, plus the weighted results of `top_k` experts (w.down), in the order of choice, or, without weights, the
+ * result of attention or a dense layer. With `post` the sum is normed before it is added. */
+__device__ inline void add_results(const Work &w, Pairs &x, int top_k, const float *weights, const float *post) {
+    Pairs sum = {};
     const int t = blockIdx.x;
-    float *row = w.x + (size_t)t * w.dim;
-    load_pairs(x, row, w.dim);
+    load_pairs(x, w.x + (size_t)t * w.dim, w.dim);
 #pragma unroll 4
     for (int choice = t * top_k; choice < (t + 1) * top_k; choice++) {
         const float weight = weights ? weights[choice] : 1;
@@ -1003,8 +675,15 @@ __global__ void __launch_bounds__(1024)
             sum[k] = {sum[k].x * factor * weight[i].x, sum[k].y * factor * weight[i].y};
         });
     }
-    for_pairs(w.dim, [&](int i, int k) { ((float2 *)row)[i] = x[k] = {x[k].x + sum[k].x, x[k].y + sum[k].y}; });
-    rms_norm(w, x, by, type, t);
+    float2 *to = (float2 *)(w.x + (size_t)t * w.dim);
+    for_pairs(w.dim, [&](int i, int k) { to[i] = x[k] = {x[k].x + sum[k].x, x[k].y + sum[k].y}; });
+}
+/* x += results, as in add_results(). One block a token. */
+__global__ void __launch_bounds__(1024) combine(Work w, int top_k, const float *weights, const float *post) {
+    Pairs x;
+    launch_next();
+    wait_previous();
+    add_results(w, x, top_k, weights, post);
 }
 
 /* ---- 6 attention ---- */
@@ -1070,35 +749,30 @@ __device__ inline void norm_and_rope(const Work &w, const float2 *cos_sin, const
 }
 /* Queries are bf16 unless weights are F32. */
 __host__ __device__ inline Type query_type(const DeviceLayer &l) { return l.qkv.type == F32 ? F32 : BF16; }
-/* Norm and RoPE of query head h of a token, stored to w.q, and of a key, stored to the cache; one warp each. A bf16
- * copy goes to `copy` unless that is NULL. */
+/* Norm and RoPE of query head h of a token, stored to w.q, and of a key, stored to the cache; one warp each. */
 __device__ inline void store_query(const Work &w, const DeviceLayer &l, const float2 *cos_sin, const float *row,
-                                   const float *norm, int t, int h, bf16 *copy) {
+                                   const float *norm, int t, int h) {
     const size_t to = ((size_t)t * w.n_heads + h) * w.head_dim;
-    norm_and_rope(w, cos_sin, row, norm, [&](int i, float2 x) {
-        store_pair_as(query_type(l), w.q, to + 2 * i, x.x, x.y);
-        if (copy) ((uint32_t *)copy)[i] = pack(x.x, x.y);
-    });
+    norm_and_rope(w, cos_sin, row, norm,
+                  [&](int i, float2 x) { store_pair_as(query_type(l), w.q, to + 2 * i, x.x, x.y); });
 }
 __device__ inline void store_key(const Work &w, const Step &s, const float2 *cos_sin, const float *row,
-                                 const float *norm, int t, int head, bf16 *copy) {
+                                 const float *norm, int t, int head) {
     const int p = s.position[t];
     bf16 *keys = cache_of(w, page_of(s, s.seq[t], p), 0, head);
-    norm_and_rope(w, cos_sin, row, norm, [&](int i, float2 x) {
-        *(uint32_t *)(keys + key_place(w.head_dim, p, 2 * i)) = pack(x.x, x.y);
-        if (copy) ((uint32_t *)copy)[i] = pack(x.x, x.y);
-    });
+    norm_and_rope(w, cos_sin, row, norm,
+                  [&](int i, float2 x) { *(uint32_t *)(keys + key_place(w.head_dim, p, 2 * i)) = pack(x.x, x.y); });
 }
 /* Stores dimension i of a value to the cache, and returns it. */
 __device__ inline bf16 store_value(const Work &w, const Step &s, const float *row, int t, int head, int i) {
     const int p = s.position[t];
     return cache_of(w, page_of(s, s.seq[t], p), 1, head)[value_place(w.head_dim, p, i)] = row[i];
 }
-/* One head (blockIdx.y: queries, keys, values) of ROPE_TOKENS tokens, whose values of a dimension lie together. */
+/* Norm and RoPE of queries and keys, and the cache. One head (blockIdx.y: queries, keys, values) of ROPE_TOKENS tokens,
+ * whose values of a dimension lie together. */
 constexpr int ROPE_TOKENS = 16, ROPE_WARPS = 4;
-__global__ void __launch_bounds__(ROPE_WARPS * 32)
-    rope_and_store(const __grid_constant__ Work w, const __grid_constant__ Step s,
-                   const __grid_constant__ DeviceLayer l, int tokens) {
+__global__ void __launch_bounds__(ROPE_WARPS * 32) rope(const __grid_constant__ Work w, const __grid_constant__ Step s,
+                                                        const __grid_constant__ DeviceLayer l, int tokens) {
     launch_next();
     wait_previous();
     const int first = blockIdx.x * ROPE_TOKENS, n = min(ROPE_TOKENS, tokens - first), head = blockIdx.y;
@@ -1107,8 +781,8 @@ __global__ void __launch_bounds__(ROPE_WARPS * 32)
         const int token = first + i;
         const float *row = head_of(w, l, token, head);
         const float2 *cos_sin = cos_sin_of(w, l, s.position[token]);
-        key < 0 ? store_query(w, l, cos_sin, row, l.q_norm, token, head, NULL)
-                : store_key(w, s, cos_sin, row, l.k_norm, token, key, NULL);
+        key < 0 ? store_query(w, l, cos_sin, row, l.q_norm, token, head)
+                : store_key(w, s, cos_sin, row, l.k_norm, token, key);
     }
     const int t = threadIdx.x % ROPE_TOKENS;
     for (int i = threadIdx.x / ROPE_TOKENS; i < w.head_dim && value >= 0 && t < n; i += ROPE_WARPS * 32 / ROPE_TOKENS)
@@ -1130,24 +804,19 @@ template <int D> struct Slab {
             for (int c = 0; c < D / 32; c++) key[j][c] = read((const uint4 *)(keys + key_place(D, 2 * j, c * 32)));
         for (int d = 0; d < D / 8; d++) value[d] = read((const uint2 *)(values + value_place(D, 0, d * 8)));
     }
-    /* Puts in a key and its value, of D dimensions each, as number `at` of the 16. */
-    __device__ void replace(int at, const bf16 *its_key, const bf16 *its_value, int lane) {
-        const int g = lane / 4, t = lane % 4;
-        for (int j = 0; j < 2; j++)
-            for (int c = 0; c < D / 32; c++)
-                if (g / 2 * 4 + j * 2 + g % 2 == at) key[j][c] = *(const uint4 *)(its_key + c * 32 + t * 8);
-        const uint32_t keep = at % 2 ? 0xFFFF : 0xFFFF0000; /* of the word with its value */
-        for (int d = 0; d < D / 8; d++) {
-            uint32_t &word = at % 4 < 2 ? value[d].x : value[d].y, its = __bfloat16_as_ushort(its_value[d * 8 + g]);
-            if (at / 4 == t) word = (word & keep) | its << at % 2 * 16;
-        }
-    }
 };
 
 /* The max of no scores. Finite, so that the difference of two is 0 and not a NaN. */
 constexpr float NO_SCORE = -1e30f;
 /* Limits a score smoothly to between -cap and cap; 0: no cap. */
 __device__ inline float capped(float score, float cap) { return cap ? cap * tanhf(score / cap) : score; }
+
+/* What multiplies the sum of values, whose shares are 2^(score - max_score) and add up to `total`, when a sink joins
+ * the softmax: a logit that has a share but no value. -INFINITY: no sink. */
+__device__ inline float sink_factor(float max_score, float total, float sink) {
+    const float top = fmaxf(max_score, sink * LOG2E), share = exp2f(max_score - top);
+    return share / (total * share + exp2f(sink * LOG2E - top));
+}
 
 /* A warp's state of softmax(scale q k) v for up to 8 query heads of one token, which share a key/value head, after the
  * keys seen so far (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). Lane 4g + t: head g. */
@@ -1212,292 +881,80 @@ struct Merged {
             total += share * state[1], sum.x += share * state[2 + pair], sum.y += share * state[3 + pair];
         }
     }
-    __device__ float2 result(float sink) const { /* the sink has a share but no value */
-        float top = fmaxf(max_score, sink * LOG2E), share = exp2f(max_score - top),
-              all = total * share + exp2f(sink * LOG2E - top);
-        return {sum.x * share / all, sum.y * share / all};
+    __device__ float2 result(float sink) const {
+        const float factor = sink_factor(max_score, total, sink);
+        return {sum.x * factor, sum.y * factor};
     }
 };
-
-/* Attention token by token: in steps of up to MAX_DECODE tokens, and for sequences with one token in the step. A block
- * has one token (blockIdx.y), up to 8 query heads that share a key/value head (blockIdx.x), and a split of the context
- * (blockIdx.z), some of its pages; its warps take 16 keys in turn. The last split of a token to finish merges the
- * states of all. If no token sees another of the same step (`alone`), this kernel also does the work of rope_and_store
- * for its token: the token's rows pass through shared memory, so that all of them arrive at once. All older keys are in
- * the cache already, so a block loads its first ones before wait_previous(). With heads of 256 no registers are left to
- * load the next keys ahead. */
 template <int D> constexpr int ATTENTION_WARPS = D <= 64 ? 8 : 4; /* so that two blocks fit on a multiprocessor */
 __host__ __device__ inline int splits_of(int pages, int limit) { return max(1, min(limit, pages / SPLIT_PAGES)); }
+/* The query heads of a block, at most 8 that share a key/value head (blockIdx.x), and the split of the context
+ * (blockIdx.z) that it has: some of its pages, in slabs. */
+struct Share {
+    int head, first_head, heads, seq, position, first, split, splits, slab, slabs;
+    __device__ Share(const Work &w, const Step &s, const DeviceLayer &l, int t, int seq, int max_splits) : seq(seq) {
+        const int group = w.n_heads / w.n_kv_heads, parts = head_parts(group), part = blockIdx.x % parts * 8;
+        head = blockIdx.x / parts, first_head = head * group + part, heads = min(8, group - part);
+        position = s.position[t], first = first_seen(position, l.window);
+        const int page = first / PAGE, pages = position / PAGE - page + 1;
+        split = blockIdx.z, splits = splits_of(pages, max_splits);
+        slab = max((page + pages * split / splits) * SLABS, first / SLAB_KEYS);
+        slabs = min((page + pages * (split + 1) / splits) * SLABS, position / SLAB_KEYS + 1);
+    }
+};
+/* The states of a block's warps (W, 8, D + 2) become the result of its heads, to w.attn. If several blocks split the
+ * context, the last one to finish merges the states of all. */
 template <int D>
-__global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2)
-    attention(Work w, Step s, DeviceLayer l, bool alone, int max_splits) {
+__device__ inline void store_attention(const Work &w, const DeviceLayer &l, int t, const Share &b,
+                                       const float *states) {
     constexpr int ROW = D + 2, W = ATTENTION_WARPS<D>;
-    extern __shared__ __align__(16) float states[];                      /* (W, 8, ROW) */
-    __shared__ __align__(16) bf16 query[8][D], own_key[D], own_value[D]; /* queries from `heads` on hold anything */
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.z;
-    const int group = w.n_heads / w.n_kv_heads, parts = head_parts(group), head = blockIdx.x / parts;
-    const int part = blockIdx.x % parts * 8, first_head = head * group + part, heads = min(8, group - part);
-    launch_next();
-    const int t = alone ? blockIdx.y : s.query[blockIdx.y], seq = alone ? t : s.seq[t];
-    const int p = s.position[t], first = first_seen(p, l.window);
-    const int page0 = first / PAGE, pages = p / PAGE - page0 + 1, splits = splits_of(pages, max_splits);
-    if (split >= splits) return;
-    const int slab0 = max((page0 + pages * split / splits) * SLABS, first / SLAB_KEYS);
-    const int slabs = min((page0 + pages * (split + 1) / splits) * SLABS, p / SLAB_KEYS + 1);
-    int i = slab0 + warp, page = i < slabs ? page_of(s, seq, i * SLAB_KEYS) : 0;
-    Slab<D> slab;
-    auto load = [&](Slab<D> &to, int i) {
-        to.load(cache_of(w, page, 0, head), cache_of(w, page, 1, head), i % SLABS, lane);
-    };
-    float *cos_sin = states, *q_norm = cos_sin + D, *k_norm = q_norm + D, *key = k_norm + D, *value = key + D,
-          *queries = value + D;
-    auto fetch = [&](float *to, const float *from, int n) {
-        for (int k = threadIdx.x * 4; k < n; k += blockDim.x * 4) copy_16(to + k, from + k);
-    };
-    if (alone) {
-        fetch(cos_sin, (const float *)cos_sin_of(w, l, p), D);
-        if (l.q_norm) fetch(q_norm, l.q_norm, D), fetch(k_norm, l.k_norm, D);
-        if (i < slabs) load(slab, i);
-    }
-    wait_previous();
-    if (alone) {
-        fetch(queries, head_of(w, l, t, first_head), heads * D);
-        fetch(key, head_of(w, l, t, w.n_heads + head), D);
-        fetch(value, head_of(w, l, t, w.n_heads + w.n_kv_heads + head), D);
-        copies_end();
-        copies_done<0>();
-        __syncthreads();
-    } else if (i < slabs)
-        load(slab, i);
-    const bool own = alone && split == splits - 1; /* this block stores the token's key and value */
-    for (int h = warp; h < heads + 2 * own; h += W)
-        if (!alone)
-            for (int k = lane * 2; k < D; k += 64)
-                *(uint32_t *)(query[h] + k) =
-                    ((const uint32_t *)w.q)[(((size_t)t * w.n_heads + first_head + h) * D + k) / 2];
-        else if (h < heads)
-            store_query(w, l, (const float2 *)cos_sin, queries + h * D, l.q_norm ? q_norm : NULL, t, first_head + h,
-                        query[h]);
-        else if (h == heads)
-            store_key(w, s, (const float2 *)cos_sin, key, l.k_norm ? k_norm : NULL, t, head, own_key);
-        else
-            for (int k = lane; k < D; k += 32) own_value[k] = store_value(w, s, value, t, head, k);
-    __syncthreads();
-    uint4 q[D / 32];
-    for (int c = 0; c < D / 32; c++) q[c] = *(const uint4 *)(query[lane / 4] + c * 32 + lane % 4 * 8);
-    SlabState<D> state;
-    for (; i < slabs; i += W) {
-        Slab<D> next;
-        if (D < 256 && i + W < slabs) page = page_of(s, seq, (i + W) * SLAB_KEYS), load(next, i + W);
-        if (alone && i == p / SLAB_KEYS) slab.replace(p % SLAB_KEYS, own_key, own_value, lane);
-        state.add(slab, q, i * SLAB_KEYS, first, p, LOG2E * w.attn_scale, lane, LOG2E * w.attn_cap);
-        if (D < 256)
-            slab = next;
-        else if (i + W < slabs)
-            page = page_of(s, seq, (i + W) * SLAB_KEYS), load(slab, i + W);
-    }
-    state.store(states + (warp * 8 + lane / 4) * ROW, lane);
-    __syncthreads();
     /* Partial states of this token and these heads begin here: (splits, 8, ROW). */
     const size_t which = (size_t)blockIdx.y * gridDim.x + blockIdx.x;
-    float *partial = w.partial + which * MAX_SPLITS * 8 * ROW;
+    float *partial = w.partial + which * gridDim.z * 8 * ROW;
     auto result = [&](const float *from, int count, int h, int pair) {
-        float2 x = Merged(from + h * ROW, count, 8 * ROW, pair).result(l.sinks ? l.sinks[first_head + h] : -INFINITY);
-        store_pair_as(l.o.type, w.attn, (size_t)t * w.attn_pitch + (first_head + h) * D + pair, x.x, x.y);
+        float2 x = Merged(from + h * ROW, count, 8 * ROW, pair).result(l.sinks ? l.sinks[b.first_head + h] : -INFINITY);
+        store_pair_as(l.o.type, w.attn, (size_t)t * w.attn_pitch + (b.first_head + h) * D + pair, x.x, x.y);
     };
-    for (int i = threadIdx.x; i < heads * (D / 2); i += blockDim.x) {
+    for (int i = threadIdx.x; i < b.heads * (D / 2); i += blockDim.x) {
         int h = i / (D / 2), pair = i % (D / 2) * 2;
-        if (splits == 1) {
+        if (b.splits == 1) {
             result(states, W, h, pair);
             continue;
         }
         Merged m(states + h * ROW, W, 8 * ROW, pair);
-        float *to = partial + (split * 8 + h) * ROW;
+        float *to = partial + (b.split * 8 + h) * ROW;
         if (pair == 0) to[0] = m.max_score, to[1] = m.total;
         *(float2 *)(to + 2 + pair) = m.sum;
     }
-    if (splits == 1 || !last_block(w.attended + which, splits)) return;
-    for (int i = threadIdx.x; i < heads * (D / 2); i += blockDim.x)
-        result(partial, splits, i / (D / 2), i % (D / 2) * 2);
+    if (b.splits == 1 || !last_block(w.attended + which, b.splits)) return;
+    for (int i = threadIdx.x; i < b.heads * (D / 2); i += blockDim.x)
+        result(partial, b.splits, i / (D / 2), i % (D / 2) * 2);
 }
 
-/* A warp's state for 16 rows of a prompt, each a token and a query head: lane 4g + t has rows g and g + 8. */
-template <int D, int KEYS, bool IN_ORDER = false> struct TileState {
-    float max_score[2] = {NO_SCORE, NO_SCORE}, total[2] = {},
-          sum[D / 8][4] = {}; /* dimensions 8i + 2t, + 1 of either row */
-
-    /* Where key n of tile j of 8 lies among KEYS: as in Slab, or in order. */
-    __device__ static int key_of(int j, int n) {
-        return IN_ORDER ? j * 8 + n : j / 2 * SLAB_KEYS + n / 2 * 4 + j % 2 * 2 + n % 2;
-    }
-    __device__ static void limit(float (&score)[KEYS / 8][4], float scale, float cap) {
-#pragma unroll
-        for (int i = 0; i < KEYS / 2; i++) score[i / 4][i % 4] = capped(score[i / 4][i % 4] * scale, cap);
-    }
-    /* Masks the keys that row g, of a token at position[0], and row g + 8, at position[1], do not see. */
-    __device__ static void mask(float (&score)[KEYS / 8][4], int base, const int (&position)[2], int window) {
-        const int first[2] = {first_seen(position[0], window), first_seen(position[1], window)};
-#pragma unroll
-        for (int j = 0; j < KEYS / 8; j++)
-            for (int i = 0; i < 4; i++) {
-                int p = base + key_of(j, threadIdx.x % 4 * 2 + i % 2);
-                if (p < first[i / 2] || p > position[i / 2]) score[j][i] = -INFINITY;
-            }
-    }
-    /* Turns scores into softmax shares. Earlier sums are scaled to the new maximum. */
-    __device__ void softmax(float (&score)[KEYS / 8][4], float scale) {
-        float factor[2];
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            float now = max_score[r];
-#pragma unroll
-            for (int j = 0; j < KEYS / 8; j++) now = fmaxf(now, fmaxf(score[j][2 * r], score[j][2 * r + 1]) * scale);
-            now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
-            now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
-            factor[r] = exp2_quick(max_score[r] - now);
-            max_score[r] = now;
-            total[r] *= factor[r];
-#pragma unroll
-            for (int i = 0; i < KEYS / 4; i++) {
-                float &x = score[i / 2][2 * r + i % 2];
-                x = exp2_quick(x * scale - now), total[r] += x;
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < D / 2; i++) sum[i / 4][i % 4] *= factor[i % 4 / 2];
-    }
-    /* Tiles 2 slab and 2 slab + 1 of shares, as rows of mma. */
-    __device__ static uint4 shares_of(const float (&share)[KEYS / 8][4], int slab) {
-        const float(&a)[4] = share[2 * slab], (&b)[4] = share[2 * slab + 1];
-        return {pack(a[0], a[1]), pack(a[2], a[3]), pack(b[0], b[1]), pack(b[2], b[3])};
-    }
-    /* Stores the result of the lane's row g (r = 0) or g + 8, which is number `row` of a tile of n tokens. */
-    __device__ void store_row(const Work &w, const DeviceLayer &l, int r, int row, int token, int n, int head) const {
-        const int group = w.n_heads / w.n_kv_heads, h = head * group + row % group;
-        float all = total[r] + __shfl_xor_sync(~0u, total[r], 1);
-        all += __shfl_xor_sync(~0u, all, 2);
-        float sink = l.sinks ? l.sinks[h] * LOG2E : -INFINITY, top = fmaxf(max_score[r], sink),
-              factor = exp2f(max_score[r] - top);
-        factor /= all * factor + exp2f(sink - top); /* a sink joins the softmax, without a value */
-        if (row / group >= n) return;
-        const size_t out = (size_t)(token + row / group) * w.attn_pitch + h * D + threadIdx.x % 4 * 2;
-#pragma unroll
-        for (int d = 0; d < D / 8; d++)
-            store_pair_as(l.o.type, w.attn, out + d * 8, sum[d][2 * r] * factor, sum[d][2 * r + 1] * factor);
-    }
-};
-
-/* Attention of neighbouring tokens of a prompt (blockIdx.y: a tile, the last first, since it sees most) and all query
- * heads that share a key/value head (blockIdx.x). A warp has 16 M rows, whose queries stay in shared memory while keys
- * and values pass through it (Dao, "FlashAttention-2", 2023). */
-template <int D> struct AttentionShape {
-    static constexpr int M = D <= 128 ? 2 : 1, WARPS = 4, ROWS = WARPS * M * 16, THREADS = WARPS * 32;
-    static constexpr int KEYS = D <= 128 ? PAGE : PAGE / 2, STAGE = KEYS * D * 2; /* elements of keys and values */
-    static constexpr int SHARED = (ROWS * D + 2 * STAGE) * sizeof(bf16);
-    static_assert(SHARED <= 99 << 10, "sm_86 and sm_89 have no more");
-    /* Requests the KEYS keys and values of a page from position `base` on. Values from the n-th on become
-     * zeros, because the cache may hold NaN there. Keys need not: mask() discards their scores. */
-    __device__ static void copy(const Work &w, bf16 *to, int page, int head, int base, int n) {
-        constexpr int EACH = KEYS * D / 8 / THREADS;
-        const bf16 *keys = cache_of(w, page, 0, head) + key_place(D, base, 0) + threadIdx.x * 8;
-        const bf16 *values = cache_of(w, page, 1, head) + value_place(D, base, 0) + threadIdx.x * 8;
-        to += threadIdx.x * 8;
-#pragma unroll
-        for (int i = 0; i < EACH; i++) copy_16(to + i * THREADS * 8, keys + i * THREADS * 8);
-        to += KEYS * D;
-        if (n >= KEYS) {
-#pragma unroll
-            for (int i = 0; i < EACH; i++) copy_16(to + i * THREADS * 8, values + i * THREADS * 8);
-            return;
-        }
-        for (int i = 0; i < EACH; i++) {
-            const int k = i * THREADS + threadIdx.x, position = k / (2 * D) * SLAB_KEYS + k % 2 * 8;
-            copy_16(to + i * THREADS * 8, values + i * THREADS * 8, max(0, min(16, 2 * (n - position))));
-        }
-    }
-};
+/* Attention token by token (blockIdx.y: s.query): a block's warps take 16 keys in turn. */
 template <int D>
-__global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Work w, Step s, DeviceLayer l) {
-    typedef AttentionShape<D> Shape;
-    constexpr int M = Shape::M, KEYS = Shape::KEYS;
-    extern __shared__ __align__(128) bf16 arena[]; /* two stages of keys and values (2, KEYS * D); queries */
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int head = blockIdx.x, tile = gridDim.y - 1 - blockIdx.y, group = w.n_heads / w.n_kv_heads;
+__global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2) attention(Work w, Step s, DeviceLayer l, int max_splits) {
+    extern __shared__ __align__(16) float states[]; /* (warps, 8, D + 2) */
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     launch_next();
     wait_previous();
-    const int token = s.tile[2 * tile], n = s.tile[2 * tile + 1], seq = s.seq[token], position = s.position[token];
-    const int end = position + n - 1, begin = first_seen(position, l.window) / KEYS * KEYS;
-    /* Missing rows alias the last token. */
-    auto position_of = [&](int row) { return position + min(row / group, n - 1); };
-    Shape::copy(w, arena, page_of(s, seq, begin), head, begin, end + 1 - begin);
-    copies_end();
-    int page = begin + KEYS <= end ? page_of(s, seq, begin + KEYS) : 0; /* of the next keys */
-    /* Queries lie as mma wants them: for 16 rows and 32 dimensions first 16 bytes of each lane for one mma (dimensions
-     * 8t to 8t + 3 of rows g and g + 8), then those for a second one (8t + 4 to 8t + 7). */
-    uint4 *queries = (uint4 *)(arena + 2 * Shape::STAGE);
-#pragma unroll 4
-    for (int i = warp * 32; i < Shape::ROWS * D / 16; i += Shape::THREADS) {
-        auto load = [&](int row) {
-            const size_t of = (size_t)(token + position_of(row) - position) * w.n_heads + head * group + row % group;
-            return *(const uint4 *)((const bf16 *)w.q + of * D + i % D + t * 8);
-        };
-        const uint4 row = load(i / D * 16 + g), row8 = load(i / D * 16 + g + 8);
-        queries[2 * i + lane] = {row.x, row8.x, row.y, row8.y};
-        queries[2 * i + 32 + lane] = {row.z, row8.z, row.w, row8.w};
+    const int t = s.query[blockIdx.y];
+    const Share b(w, s, l, t, s.seq[t], max_splits);
+    if (b.split >= b.splits) return;
+    const int h = b.first_head + min(lane / 4, b.heads - 1); /* missing heads alias the last */
+    const uint4 *query = (const uint4 *)((const bf16 *)w.q + ((size_t)t * w.n_heads + h) * D) + lane % 4;
+    uint4 q[D / 32];
+    for (int c = 0; c < D / 32; c++) q[c] = query[c * 4];
+    SlabState<D> state;
+    for (int i = b.slab + warp; i < b.slabs; i += ATTENTION_WARPS<D>) {
+        const int page = page_of(s, b.seq, i * SLAB_KEYS);
+        Slab<D> slab;
+        slab.load(cache_of(w, page, 0, b.head), cache_of(w, page, 1, b.head), i % SLABS, lane);
+        state.add(slab, q, i * SLAB_KEYS, b.first, b.position, LOG2E * w.attn_scale, lane, LOG2E * w.attn_cap);
     }
-    TileState<D, KEYS> state[M];
-    const int row0 = warp * M * 16, lowest = position_of(row0), highest = position_of(row0 + M * 16 - 1);
-    const float scale = LOG2E * w.attn_scale, cap = LOG2E * w.attn_cap;
-    for (int base = begin, stage = 0; base <= end; base += KEYS, stage ^= 1) {
-        copies_done<0>();
-        __syncthreads();
-        const int next = base + KEYS;
-        if (next <= end) Shape::copy(w, arena + (stage ^ 1) * Shape::STAGE, page, head, next, end + 1 - next);
-        copies_end();
-        if (next + KEYS <= end) page = page_of(s, seq, next + KEYS);
-        const bf16 *keys = arena + stage * Shape::STAGE, *values = keys + KEYS * D;
-        float score[M][KEYS / 8][4] = {};
-#pragma unroll
-        for (int c = 0; c < D; c += 32) {
-            uint4 key[KEYS / 8];
-#pragma unroll
-            for (int j = 0; j < KEYS / 8; j++)
-                key[j] = *(const uint4 *)(keys + key_place(D, state[0].key_of(j, g), c + t * 8));
-#pragma unroll
-            for (int second = 0; second < 2; second++) {
-                uint4 query[M];
-#pragma unroll
-                for (int m = 0; m < M; m++) query[m] = queries[(row0 / 16 + m) * D * 2 + c * 2 + second * 32 + lane];
-#pragma unroll
-                for (int j = 0; j < KEYS / 8; j++)
-#pragma unroll
-                    for (int m = 0; m < M; m++)
-                        mma<bf16>(score[m][j], query[m], second ? key[j].z : key[j].x, second ? key[j].w : key[j].y);
-            }
-        }
-        const bool masked = base + KEYS - 1 > lowest || (l.window && base <= highest - l.window);
-#pragma unroll
-        for (int m = 0; m < M; m++) {
-            if (cap) state[m].limit(score[m], scale, cap);
-            const int row = row0 + m * 16 + g;
-            if (masked) state[m].mask(score[m], base, {position_of(row), position_of(row + 8)}, l.window);
-            state[m].softmax(score[m], cap ? 1 : scale); /* limit() has scaled them */
-        }
-#pragma unroll
-        for (int slab = 0; slab < KEYS / SLAB_KEYS; slab++) {
-            uint4 share[M];
-#pragma unroll
-            for (int m = 0; m < M; m++) share[m] = state[m].shares_of(score[m], slab);
-#pragma unroll
-            for (int d = 0; d < D / 8; d++) {
-                uint2 value = *(const uint2 *)(values + value_place(D, slab * SLAB_KEYS + t * 4, d * 8 + g));
-#pragma unroll
-                for (int m = 0; m < M; m++) mma<bf16>(state[m].sum[d], share[m], value.x, value.y);
-            }
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 2 * M; i++) state[i / 2].store_row(w, l, i % 2, row0 + i * 8 + g, token, n, head);
+    state.store(states + (warp * 8 + lane / 4) * (D + 2), lane);
+    __syncthreads();
+    store_attention<D>(w, l, t, b, states);
 }
 
 /* Attention for any head size, for F32 and for any latents, without tensor cores: a block has a token (blockIdx.x) and
@@ -1507,7 +964,7 @@ __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer
     extern __shared__ __align__(16) float memory[]; /* the query, its result (d), a share for each thread */
     const int t = blockIdx.x, h = blockIdx.y, head = h / (w.n_heads / w.n_kv_heads), me = threadIdx.x;
     const int d = w.kv_rank ? cache_row(w) : w.head_dim, values = w.kv_rank ? w.kv_rank : d;
-    float *q = memory, *sum = memory + d, *share = memory + 2 * d, max_score = l.sinks ? l.sinks[h] : -INFINITY;
+    float *q = memory, *sum = memory + d, *share = memory + 2 * d, max_score = NO_SCORE, total = 0;
     launch_next();
     wait_previous();
     const int p = s.position[t], seq = s.seq[t];
@@ -1516,7 +973,6 @@ __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer
         q[i] = query_type(l) == F32 ? ((const float *)w.q)[at] : (float)((const bf16 *)w.q)[at];
         sum[i] = 0;
     }
-    float total = l.sinks ? 1 : 0; /* the sink, at first the max, has the share 1 and no value */
     for (int base = first_seen(p, l.window); base <= p; base += blockDim.x) {
         const int keys = min((int)blockDim.x, p + 1 - base);
         __syncthreads();
@@ -1524,12 +980,12 @@ __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer
             const bf16 *key = cache_of(w, page_of(s, seq, base + me), 0, head);
             float score = 0;
             for (int i = 0; i < d; i++) score += q[i] * (float)key[key_place(d, base + me, i)];
-            share[me] = capped(score * w.attn_scale, w.attn_cap);
+            share[me] = capped(score * w.attn_scale * LOG2E, w.attn_cap * LOG2E);
         }
         __syncthreads();
         float now = max_score;
         for (int i = 0; i < keys; i++) now = fmaxf(now, share[i]);
-        float factor = expf(max_score - now), mine = me < keys ? expf(share[me] - now) : 0;
+        float factor = exp2f(max_score - now), mine = me < keys ? exp2f(share[me] - now) : 0;
         total = total * factor + block_sum(mine); /* all have read the scores when it returns */
         max_score = now;
         share[me] = mine;
@@ -1542,11 +998,12 @@ __global__ void __launch_bounds__(128) attention_any(Work w, Step s, DeviceLayer
             }
         }
     }
+    const float factor = sink_factor(max_score, total, l.sinks ? l.sinks[h] : -INFINITY);
     for (int i = me; i < values; i += blockDim.x)
         if (w.kv_rank)
-            store_as(type_for(l.v_up), w.latents, ((size_t)t * w.n_heads + h) * w.latent_pitch + i, sum[i] / total);
+            store_as(type_for(l.v_up), w.latents, ((size_t)t * w.n_heads + h) * w.latent_pitch + i, sum[i] * factor);
         else
-            store_as(l.o.type, w.attn, (size_t)t * w.attn_pitch + h * d + i, sum[i] / total);
+            store_as(l.o.type, w.attn, (size_t)t * w.attn_pitch + h * d + i, sum[i] * factor);
 }
 
 /* ---- 7 from logits to a token ---- */
@@ -1709,15 +1166,13 @@ __global__ void __launch_bounds__(1024) draw(Work w, Step s, bool filtered) {
 
 /* ---- 8 launches ---- */
 
-constexpr size_t SMALL = 16 << 20, LARGE = 256 << 20; /* bytes of a matrix */
-
 /* Launches a kernel that may begin before the previous one has ended (from Hopper on). */
 template <typename... Params, typename... Args>
 cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int threads, size_t shared, Args... args) {
     cudaError_t error = cudaSuccess;
     /* In decode steps of the annex all kernels split a multiprocessor's memory between L1 and shared memory in the same
      * way, because a multiprocessor must be idle to change the split. */
-    if (gpu->fast)
+    if (gpu->has_decode)
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                      gpu->decodes ? cudaSharedmemCarveoutMaxShared : cudaSharedmemCarveoutDefault);
     if (shared && !error)
@@ -1731,119 +1186,57 @@ cudaError_t launch(const Gpu *gpu, void (*kernel)(Params...), dim3 grid, int thr
     config.attrs = &early, config.numAttrs = gpu->launch_arch >= 90;
     return cudaLaunchKernelEx(&config, kernel, Params(args)...);
 }
-
-/* `product`, with the instance for a group's tokens. `jobs`: the max number of jobs, 1 without jobs. */
-template <Type T> cudaError_t launch_product(const Gpu *gpu, Product p, int jobs) {
-    /* With many tiles a block, as for the experts of many tokens, fewer warps have fewer sums to add up. */
-    const int warps = p.tokens <= MAX_DECODE || !p.job ? 8 : 4;
-    constexpr int MAX_GROUP = T == MXFP4 ? 8 : 32; /* tokens; groups are of equal size */
-    /* Small matrices have few tiles: 25 to 32 tokens in two groups give twice the blocks. */
-    const int limit = !is_coded(T) && p.tokens <= 48 && gpu->largest <= SMALL ? std::min(MAX_GROUP, 24) : MAX_GROUP;
-    const int groups = p.job ? 1 : (p.tokens + limit - 1) / limit;
-    p.group = (p.tokens + groups - 1) / groups;
-    const int blocks = std::min(jobs * p.w.tiles(), std::max(1, Encoding<T>::BLOCKS * gpu->sms * 8 / warps / groups));
-    auto with = [&](auto kernel, size_t ring) {
-        return launch(gpu, kernel, dim3(blocks, groups), warps * 32, warps * ring, p);
-    };
-    if (warps == 4) return with(product<T, 1, 4>, 0);
-    if constexpr (MAX_GROUP > 8) {
-        if (!p.job && p.group > 24) return with(product<T, MAX_GROUP / 8, 8>, StreamedX<T, MAX_GROUP / 8>::RING);
-        if (!p.job && p.group > 16) return with(product<T, 3, 8>, StreamedX<T, 3>::RING);
-        if (!p.job && p.group > 8) return with(product<T, 2, 8>, StreamedX<T, 2>::RING);
-    }
-    return with(product<T, 1, 8>, 0);
-}
-template <Type T, int TILES> cudaError_t launch_tiled(const Gpu *gpu, const Product &p, int jobs) {
-    typedef TiledShape<T, TILES> Shape;
-    if (!p.job) jobs = (p.tokens + Shape::TOKENS - 1) / Shape::TOKENS;
-    dim3 grid((p.w.tiles() + Shape::ROW_TILES - 1) / Shape::ROW_TILES, jobs);
-    return launch(gpu, product_tiled<T, TILES>, grid, Shape::THREADS, Shape::SHARED, p);
-}
-template <Type T> cudaError_t launch_any(const Gpu *gpu, const Product &p, int job_size, int jobs) {
-    if (job_size <= 8) return launch_product<T>(gpu, p, jobs);
-    if (job_size <= 16) return launch_tiled<T, 1>(gpu, p, jobs);
-    return job_size <= 32 ? launch_tiled<T, 2>(gpu, p, jobs) : launch_tiled<T, 4>(gpu, p, jobs);
-}
 /* extensions.cuh has the list of types: f receives the type as a constant. */
 template <class F> cudaError_t with_type(Type type, F f);
-/* job_size: the max number of choices of a job. Without jobs 8 selects `product`, and 64 product_tiled. */
-cudaError_t launch_for_type(const Gpu *gpu, const Product &p, int job_size, int jobs) {
-    return with_type(p.w.type, [&](auto type) { return launch_any<type>(gpu, p, job_size, jobs); });
+cudaError_t launch_product(const Gpu *gpu, const Product &p) {
+    if (p.w.type == F32) {
+        const int each = 2 * PRODUCT_WARPS; /* rows of a block */
+        return launch(gpu, product_f32, dim3(p.tokens, (p.w.rows + each - 1) / each), PRODUCT_WARPS * 32, 0, p);
+    }
+    return with_type(p.w.type, [&](auto type) {
+        const bool many = (p.job ? p.job_size : p.tokens) > 8;
+        const int items = p.w.tiles() * (p.job ? p.max_jobs : many ? (p.tokens + 31) / 32 : 1);
+        const int blocks = std::min(items, gpu->sms * (many ? 2 : Encoding<type>::BLOCKS));
+        return launch(gpu, many ? product<type, 4> : product<type, 1>, blocks, PRODUCT_WARPS * 32, 0, p);
+    });
 }
-
-/* Computes w.normed for matrix `next`, unless a->normed says that it is ready. */
-bool norm_for(Pass *a, const float *weight, const Matrix &next, Error *e) {
-    if (a->normed) return true;
-    CUDA(launch(a->gpu, norm, a->tokens, row_threads(a->w.dim), 0, a->w, nullptr, weight, type_for(next)));
-    a->squares = 0;
-    return a->normed = true;
-}
+/* Choices of a job, at most: fewer in a step of few tokens, whose jobs are many. */
+int job_size_of(const Pass *a) { return a->tokens <= MAX_DECODE ? 8 : a->gpu->fast ? 64 : 32; }
 
 /* W times w.normed (x NULL) or times x, for all tokens. */
 Product product_of(const Pass *a, const Matrix &m, const void *x, int pitch) {
     Product p = {};
     p.w = m, p.x = x ? x : m.type == F32 ? a->w.normed_f32 : a->w.normed, p.x_pitch = x ? pitch : a->w.normed_pitch;
     p.tokens = a->tokens;
-    p.divide = 1, p.eps = a->w.eps, p.act = a->w.act, p.act_limit = a->w.act_limit, p.y_type = F32;
-    if (!x && a->squares) p.square = a->square, p.squares = a->squares;
+    p.divide = 1, p.act = a->w.act, p.act_limit = a->w.act_limit, p.y_type = F32;
     return p;
 }
-/* How a product without jobs is computed. */
-enum Way {
-    STREAMED, /* by `product` */
-    TILED,    /* by `product_tiled` */
-    BLAS      /* by cuBLAS, codes after decode_matrix() */
-};
-/* Few tokens are streamed, because cuBLAS takes long to start. All limits were measured (notebooks/speed.md). */
-Way way_of(const Pass *a, const Matrix &m) {
-    const int tokens = a->tokens;
-    if (m.type == F32) return BLAS;
-    if (m.type == MXFP4) return tokens <= MAX_DECODE ? STREAMED : TILED;
-    if (!is_coded(m.type)) { /* if all matrices are small, streaming also saves the kernels for norms and activations */
-        const size_t size = std::max(m.bytes, a->gpu->largest);
-        const int limit = m.bytes > LARGE ? MAX_DECODE : size > 2 * SMALL ? 32 : size > SMALL ? 24 : 64;
-        return tokens <= limit ? STREAMED : BLAS;
-    }
-    /* tiles of 128 rows and 64 tokens fill the card, and the last has more than 16 tokens */
-    const bool full = m.tiles() / 8 * ((tokens + 63) / 64) >= a->gpu->sms && (tokens - 1) % 64 >= 16;
-    if (tokens > 48 && tokens <= 256 && full) return TILED;
-    if (tokens <= MAX_STREAMED) return STREAMED;
-    return (size_t)m.rows * m.stride <= a->gpu->decoded_size ? BLAS : TILED; /* the head may not fit in `decoded` */
-}
-/* A product without jobs. If it is streamed, it also prepares the norm that follows. */
-bool multiply(Pass *a, Product p, Error *e) {
-    const Way way = way_of(a, p.w);
-    if (way != STREAMED) p.norm = NULL;
-    if (way != BLAS) {
-        CUDA(launch_for_type(a->gpu, p, way == STREAMED ? 8 : 64, 1));
-    } else {
-        if (is_coded(p.w.type)) {
-            CUDA(decode_matrix(a->gpu, p.w));
-            p.w.type = BF16, p.w.data = (uint8_t *)a->gpu->decoded;
-        }
-        if (!multiply_blas(a->gpu, p.w, p.x, p.x_pitch, p.tokens, p.finish == ADD, p.y, p.y_pitch, p.y_type, e))
-            return false;
-    }
-    if (p.finish != ADD) return true;
-    a->normed = p.norm;
-    a->squares = a->normed ? square_parts(p.w.rows) : 0, a->square = a->w.square;
+namespace fast { /* what the annex computes in place of `block` and launch_product() */
+bool blocks(Pass *a, Error *e);
+bool multiply(const Pass *a, const Product &p, Error *e);
+int tile_tokens(const Pass *a);
+} // namespace fast
+bool multiply(const Pass *a, const Product &p, Error *e) {
+    if (a->gpu->fast) return fast::multiply(a, p, e);
+    CUDA(launch_product(a->gpu, p));
     return true;
 }
 /* y (tokens, rows) = W x. */
-bool multiply_to(Pass *a, const Matrix &m, const void *x, int pitch, float *y, Error *e) {
+bool multiply_to(const Pass *a, const Matrix &m, const void *x, int pitch, float *y, Error *e) {
     Product p = product_of(a, m, x, pitch);
     p.y = y, p.y_pitch = m.rows;
     return multiply(a, p, e);
 }
-/* The residual stream += W x. Then comes a norm: `weight` is the norm's, and the matrix `next` reads its result. */
-bool multiply_add(Pass *a, const Matrix &m, const void *x, int pitch, const float *weight, const Matrix &next,
-                  Error *e) {
+/* The residual stream += W x. */
+bool multiply_add(const Pass *a, const Matrix &m, const void *x, int pitch, Error *e) {
     Product p = product_of(a, m, x, pitch);
     p.finish = ADD, p.y = a->w.x, p.y_pitch = a->w.dim;
-    if (way_of(a, next) == STREAMED) p.norm = weight;
-    p.normed = a->w.normed, p.normed_pitch = a->w.normed_pitch, p.normed_type = type_for(next);
-    p.next_square = a->w.square;
     return multiply(a, p, e);
+}
+/* w.normed = the norm of x, for the matrix `next`. */
+bool norm_for(const Pass *a, const float *weight, const Matrix &next, Error *e) {
+    CUDA(launch(a->gpu, norm, a->tokens, row_threads(a->w.dim), 0, a->w, nullptr, weight, type_for(next)));
+    return true;
 }
 
 /* ---- 9 taps: the stages of a step (Limits::tap), for tests and `infer logits --tap` ---- */
@@ -1880,11 +1273,11 @@ bool tap_x(const Pass *a, const char *stage, Error *e) {
 bool tap_cache(const Pass *a, int values, Error *e) {
     const Work &w = a->w;
     const Batch *b = a->batch;
+    if (!a->gpu->limits.tap) return true;
     const int d = w.kv_rank ? cache_row(w) : w.head_dim, kv = w.n_kv_heads * d;
     const Rows dealt = {0, 1, a->gpu->model.neighbours ? 0 : d / 2};
     std::vector<bf16> page((size_t)kv * PAGE);
     std::vector<float> out;
-    if (!a->gpu->limits.tap) return true;
     CUDA(cudaStreamSynchronize(a->gpu->stream));
     for (int seq = 0; seq < b->seqs; seq++)
         for (int p = b->start[seq]; p < b->start[seq] + b->first[seq + 1] - b->first[seq]; p++) {
@@ -1918,166 +1311,113 @@ bool tap_experts(const Pass *a, const DeviceLayer &l, Error *e, Column column = 
 
 /* ---- 10 one step ---- */
 
-/* Plain attention, and its kernels for heads of D dimensions: extensions.cuh lists both beside those of rooms. */
-typedef bool Attend(Pass *a, const DeviceLayer &l, Error *e);
-typedef cudaError_t LaunchAttention(const Pass *a, const DeviceLayer &l);
+/* Attention of a layer, from the results of its first product in w.projected to w.attn. extensions.cuh lists this one
+ * and those of rooms, and the sizes of heads that `attention` has instances for: f receives the size as a constant. */
+typedef bool Attend(const Pass *a, const DeviceLayer &l, Error *e);
 Attend attend;
-template <int D> cudaError_t launch_attention(const Pass *a, const DeviceLayer &l);
+template <class F> cudaError_t with_head_dim(int head_dim, F f);
 
-#include "extensions.cuh"
+Attend *attend_for(const Work &w);
 
-template <int D> cudaError_t launch_attention(const Pass *a, const DeviceLayer &l) {
-    typedef AttentionShape<D> Shape;
-    const Work &w = a->w;
-    cudaError_t error = cudaSuccess;
-    if (a->queries) {
-        const int pages = l.window ? std::min(a->pages, l.window / PAGE + 2) : a->pages;
-        dim3 grid(w.n_kv_heads * head_parts(w.n_heads / w.n_kv_heads), a->queries, splits_of(pages, a->splits));
-        error = launch(a->gpu, attention<D>, grid, ATTENTION_WARPS<D> * 32,
-                       ATTENTION_WARPS<D> * 8 * (D + 2) * sizeof(float), w, a->s, l, a->alone, a->splits);
-    }
-    if (error || !a->tiles) return error;
-    if constexpr (D == 64 || D == 128)
-        if (fast::tile_rows(a)) return fast::attend<D>(a, l);
-    return launch(a->gpu, attention_tiled<D>, dim3(w.n_kv_heads, a->tiles), Shape::THREADS, Shape::SHARED, w, a->s, l);
+cudaError_t launch_rope(const Pass *a, const DeviceLayer &l) {
+    const dim3 grid((a->tokens + ROPE_TOKENS - 1) / ROPE_TOKENS, a->w.n_heads + 2 * a->w.n_kv_heads);
+    return launch(a->gpu, rope, grid, ROPE_WARPS * 32, 0, a->w, a->s, l, a->tokens);
 }
-
-/* Attention, from queries, keys and values in w.projected to w.attn. rope_and_store, or attention<D> itself, does norms
- * and RoPE of queries and keys, and fills the cache. */
-bool attend(Pass *a, const DeviceLayer &l, Error *e) {
+/* `attention` of the tokens in s.query, or a kernel of the same shape. */
+template <int D>
+cudaError_t launch_attention(const Pass *a, const DeviceLayer &l, void (*kernel)(Work, Step, DeviceLayer, int)) {
     const Work &w = a->w;
-    LaunchAttention *by_tensor_cores = query_type(l) == F32 ? NULL : attention_for(w.head_dim);
-    dim3 rope_grid((a->tokens + ROPE_TOKENS - 1) / ROPE_TOKENS, w.n_heads + 2 * w.n_kv_heads);
-    if (!by_tensor_cores || !a->alone)
-        CUDA(launch(a->gpu, rope_and_store, rope_grid, ROPE_WARPS * 32, 0, w, a->s, l, a->tokens));
-    if (by_tensor_cores)
-        CUDA(by_tensor_cores(a, l));
-    else
-        CUDA(launch(a->gpu, attention_any, dim3(a->tokens, w.n_heads), 128, (2 * w.head_dim + 128) * sizeof(float), w,
-                    a->s, l));
+    const int pages = l.window ? std::min(a->pages, l.window / PAGE + 2) : a->pages;
+    dim3 grid(w.n_kv_heads * head_parts(w.n_heads / w.n_kv_heads), a->queries, splits_of(pages, a->splits));
+    return launch(a->gpu, kernel, grid, ATTENTION_WARPS<D> * 32, ATTENTION_WARPS<D> * 8 * (D + 2) * sizeof(float), w,
+                  a->s, l, a->splits);
+}
+cudaError_t launch_attention_any(const Pass *a, const DeviceLayer &l) {
+    const Work &w = a->w;
+    const int d = w.kv_rank ? cache_row(w) : w.head_dim;
+    return launch(a->gpu, attention_any, dim3(a->tokens, w.n_heads), 128, (2 * d + 128) * sizeof(float), w, a->s, l);
+}
+bool attend(const Pass *a, const DeviceLayer &l, Error *e) {
+    cudaError_t error = cudaErrorNotSupported;
+    CUDA(launch_rope(a, l));
+    if (query_type(l) != F32)
+        error = with_head_dim(a->w.head_dim, [&](auto d) { return launch_attention<d>(a, l, attention<d>); });
+    if (error == cudaErrorNotSupported) error = launch_attention_any(a, l);
+    CUDA(error);
     return tap_attention(a, l, e);
 }
 
-Router router_of(const Pass *a, const DeviceLayer &l) {
-    const Work &w = a->w;
-    return {w.router, l.choice_bias, w.n_experts, w.top_k, w.route, w.expert, w.weight, w.experts_read};
-}
-/* Computes the router's logits, and norms x for the experts. Then it chooses each token's experts and makes jobs of at
- * most `job_size` choices of an expert; if `job_size` is 0, the experts' products choose themselves. */
-bool route_tokens(Pass *a, const DeviceLayer &l, int job_size, Error *e) {
-    Product logits = product_of(a, l.router, NULL, 0);
-    logits.y = a->w.router, logits.y_pitch = a->w.n_experts, logits.total = a->w.square_sum;
-    if (!multiply(a, logits, e)) return false;
-    if (job_size)
-        CUDA(launch(a->gpu, route, (a->tokens + ROUTE_WARPS - 1) / ROUTE_WARPS, ROUTE_WARPS * 32,
-                    2 * a->w.n_experts * sizeof(int), a->w, router_of(a, l), a->tokens, job_size));
-    if (a->squares) a->squares = 1, a->square = a->w.square_sum; /* the router's product added them up */
-    /* Experts' products apply norm_factor() only up to MAX_DECODE tokens. */
-    if (type_for(l.router) != type_for(l.up) || (a->squares && a->tokens > MAX_DECODE)) a->normed = false;
-    return norm_for(a, l.ffn_norm, l.up, e);
-}
-/* x += w.down, and the norm that follows. */
-bool combine_down(Pass *a, int top_k, const float *weights, const float *post, const float *next_norm,
-                  const Matrix &next, Error *e) {
-    CUDA(launch(a->gpu, combine, a->tokens, row_threads(a->w.dim), 0, a->w, top_k, weights, post, next_norm,
-                type_for(next)));
-    a->normed = true, a->squares = 0;
+/* x += W y; with `post` W y is normed before it is added. */
+bool add_to_x(const Pass *a, const Matrix &m, const void *y, int pitch, const float *post, Error *e) {
+    if (!post) return multiply_add(a, m, y, pitch, e);
+    if (!multiply_to(a, m, y, pitch, a->w.down, e)) return false;
+    CUDA(launch(a->gpu, combine, a->tokens, row_threads(a->w.dim), 0, a->w, 1, nullptr, post));
     return true;
 }
-/* x += W y; with `post` W y is normed before it is added. Then the norm that comes next. */
-bool add_to_x(Pass *a, const Matrix &m, const void *y, int pitch, const float *post, const float *next_norm,
-              const Matrix &next, Error *e) {
-    if (!post) return multiply_add(a, m, y, pitch, next_norm, next, e);
-    return multiply_to(a, m, y, pitch, a->w.down, e) && combine_down(a, 1, NULL, post, next_norm, next, e);
-}
-
-/* A gated layer's activations, to w.act_out: as part of the product, or by a kernel after cuBLAS. */
-bool gated(Pass *a, const Matrix &up, const Matrix &down, Error *e) {
-    const Work &w = a->w;
+/* The activation of gate and up of w.normed, to w.act_out, as the matrix `down` wants it. */
+Product gated(const Pass *a, const Matrix &up, const Matrix &down) {
     Product p = product_of(a, up, NULL, 0);
-    if (way_of(a, up) != BLAS) {
-        p.finish = ACTIVATE, p.y = w.act_out, p.y_pitch = w.act_pitch, p.y_type = type_for(down);
-        return multiply(a, p, e);
-    }
-    const bool narrow = type_for(up) == BF16 && !up.bias; /* half the bytes of F32; f16 could overflow */
-    const int each = ACTIVATE_EACH * ACTIVATE_THREADS;
-    p.y = w.projected, p.y_pitch = up.rows, p.y_type = narrow ? BF16 : F32;
-    if (!multiply(a, p, e)) return false;
-    CUDA(launch(a->gpu, narrow ? activate<bf16> : activate<float>, dim3((down.cols + each - 1) / each, a->tokens),
-                ACTIVATE_THREADS, 0, w, down.cols, type_for(down)));
-    return true;
+    p.finish = ACTIVATE, p.y = a->w.act_out, p.y_pitch = a->w.act_pitch, p.y_type = type_for(down);
+    return p;
 }
-/* x += the shared expert, if there is one; w.normed stays. */
-bool shared_expert(const Pass *a, const DeviceLayer &l, Error *e) {
-    Pass pass = *a;
-    return !l.shared_up.rows || (gated(&pass, l.shared_up, l.shared_down, e) &&
-                                 multiply_add(&pass, l.shared_down, a->w.act_out, a->w.act_pitch, NULL, l.up, e));
+/* Gives a product the jobs that route() has made. */
+void with_jobs(const Pass *a, Product *p, int job_size) {
+    const int choices = a->tokens * a->w.top_k;
+    p->job = a->w.job, p->jobs = a->w.jobs, p->order = a->w.order;
+    p->job_size = job_size, p->max_jobs = std::min(a->w.n_experts, choices) + choices / job_size;
 }
-
-/* Gate and up, activation and down of the chosen experts, to w.down. If `job_size` is 0, the products choose them. */
+/* The products of the chosen experts, to w.down. */
 bool multiply_experts(const Pass *a, const DeviceLayer &l, int job_size, Error *e) {
     const Work &w = a->w;
-    const bool single = !job_size;
-    const int choices = a->tokens * w.top_k,
-              jobs = single ? choices : std::min(w.n_experts, choices) + choices / job_size;
-    Product up = product_of(a, l.up, NULL, 0), down = product_of(a, l.down, w.act_out, w.act_pitch);
-    if (single)
-        up.router = down.router = router_of(a, l);
-    else
-        up.job = down.job = w.job, up.jobs = down.jobs = w.jobs, up.order = down.order = w.order;
-    up.divide = w.top_k;
-    up.finish = ACTIVATE, up.y = w.act_out, up.y_pitch = w.act_pitch, up.y_type = type_for(l.down);
-    down.early = true, down.y = w.down, down.y_pitch = w.dim;
-    CUDA(launch_for_type(a->gpu, up, job_size, jobs));
-    if (!tap_experts(a, l, e)) return false;
-    CUDA(launch_for_type(a->gpu, down, job_size, jobs));
+    Product up = gated(a, l.up, l.down), down = product_of(a, l.down, w.act_out, w.act_pitch);
+    with_jobs(a, &up, job_size), with_jobs(a, &down, job_size);
+    up.divide = w.top_k, down.early = true, down.y = w.down, down.y_pitch = w.dim;
+    return multiply(a, up, e) && tap_experts(a, l, e) && multiply(a, down, e);
+}
+Router router_of(const Pass *a, const DeviceLayer &l) {
+    return {a->w.router, l.choice_bias, a->w.n_experts, a->w.top_k, a->w.route};
+}
+/* Chooses each token's experts, and makes jobs of at most `job_size` choices of an expert. */
+bool route_tokens(const Pass *a, const DeviceLayer &l, int job_size, Error *e) {
+    CUDA(launch(a->gpu, route, (a->tokens + ROUTE_WARPS - 1) / ROUTE_WARPS, ROUTE_WARPS * 32,
+                2 * a->w.n_experts * sizeof(int), a->w, router_of(a, l), a->tokens, job_size));
     return true;
 }
-/* A mixture of experts: choices sorted by expert (with job_size 0 they stay in order), the experts' products, and the
- * weighted sum. */
-bool experts(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
+/* x += the shared expert, if there is one. */
+bool shared_expert(const Pass *a, const DeviceLayer &l, Error *e) {
+    return !l.shared_up.rows || (multiply(a, gated(a, l.shared_up, l.shared_down), e) &&
+                                 multiply_add(a, l.shared_down, a->w.act_out, a->w.act_pitch, e));
+}
+/* A mixture of experts: the router's logits, its choice, the products, and their weighted sum. */
+bool experts(const Pass *a, const DeviceLayer &l, Error *e) {
     const Work &w = a->w;
-    const int choices = a->tokens * w.top_k;
-    int job_size = fast::job_size(a, l);
-    const bool annex = job_size;
-    if (!annex && (a->tokens > 1 || w.n_experts > PRODUCT_EXPERTS)) {
-        job_size = 8; /* choices of a job at most; with up to about five an expert `product` is faster */
-        if (a->tokens > MAX_DECODE && choices > 5 * w.n_experts)
-            job_size = choices < 16 * w.n_experts ? 16 : choices <= 32 * w.n_experts ? 32 : 64;
-    }
-    if (!route_tokens(a, l, job_size, e) || !shared_expert(a, l, e)) return false;
-    if (!(annex ? fast::experts(a, l, e) : multiply_experts(a, l, job_size, e))) return false;
-    return combine_down(a, w.top_k, w.weight, l.ffn_post_norm, next_norm, next, e);
+    const int job_size = job_size_of(a);
+    if (!multiply_to(a, l.router, NULL, 0, w.router, e) || !route_tokens(a, l, job_size, e)) return false;
+    if (type_for(l.router) != type_for(l.up) && !norm_for(a, l.ffn_norm, l.up, e)) return false;
+    if (!shared_expert(a, l, e) || !multiply_experts(a, l, job_size, e)) return false;
+    CUDA(launch(a->gpu, combine, a->tokens, row_threads(w.dim), 0, w, w.top_k, w.weight, l.ffn_post_norm));
+    return true;
+}
+bool feed_forward(const Pass *a, const DeviceLayer &l, Error *e) {
+    return multiply(a, gated(a, l.up, l.down), e) && tap_experts(a, l, e) &&
+           add_to_x(a, l.down, a->w.act_out, a->w.act_pitch, l.ffn_post_norm, e);
 }
 
-bool feed_forward(Pass *a, const DeviceLayer &l, const float *next_norm, const Matrix &next, Error *e) {
-    return gated(a, l.up, l.down, e) && tap_experts(a, l, e) &&
-           add_to_x(a, l.down, a->w.act_out, a->w.act_pitch, l.ffn_post_norm, next_norm, next, e);
-}
+#include "extensions.cuh"
 
-/* A transformer block: x += attention(norm(x)), x += experts(norm(x)). A kernel that adds to x also writes w.normed for
- * the matrix that reads it next, where it can; else norm_for() launches `norm`. With the annex gpt-oss-20b and 120b
- * come here only with more than MAX_DECODE tokens: see fast::decode(). */
+/* A transformer block: x += attention(norm(x)), x += experts(norm(x)). */
 bool block(Pass *a, int layer, Error *e) {
-    const DeviceModel &device = a->gpu->device;
-    const DeviceLayer &l = device.layer[layer];
-    const bool end = layer + 1 == a->w.n_layers;
-    const float *next_norm = end ? device.norm : device.layer[layer + 1].attn_norm;
-    const Matrix &next = end ? device.head : device.layer[layer + 1].qkv, &inner = l.router.rows ? l.router : l.up;
+    const DeviceLayer &l = a->gpu->device.layer[layer];
     a->w.layer = layer;
-    if (!norm_for(a, l.attn_norm, l.qkv, e) || !multiply_to(a, l.qkv, NULL, 0, a->w.projected, e)) return false;
-    if (!attend_for(a->w)(a, l, e)) return false; /* and RoPE */
-    if (!add_to_x(a, l.o, a->w.attn, a->w.attn_pitch, l.attn_post_norm, l.ffn_norm, inner, e)) return false;
-    if (!tap_x(a, "attn_residual", e) || !norm_for(a, l.ffn_norm, inner, e)) return false;
-    return (l.router.rows ? experts : feed_forward)(a, l, next_norm, next, e) && tap_x(a, "residual", e);
+    return norm_for(a, l.attn_norm, l.qkv, e) && multiply_to(a, l.qkv, NULL, 0, a->w.projected, e) &&
+           attend_for(a->w)(a, l, e) && add_to_x(a, l.o, a->w.attn, a->w.attn_pitch, l.attn_post_norm, e) &&
+           tap_x(a, "attn_residual", e) && norm_for(a, l.ffn_norm, l.router.rows ? l.router : l.up, e) &&
+           (l.router.rows ? experts : feed_forward)(a, l, e) && tap_x(a, "residual", e);
 }
 
 bool forward(Pass *a, Error *e) {
-    const DeviceModel &device = a->gpu->device;
-    const DeviceLayer &l = device.layer[0];
-    CUDA(launch(a->gpu, embed, a->tokens, row_threads(a->w.dim), 0, a->w, a->s, device.embed, l.attn_norm,
-                type_for(l.qkv)));
-    a->normed = true, a->squares = 0;
+    CUDA(launch(a->gpu, embed, a->tokens, row_threads(a->w.dim), 0, a->w, a->s, a->gpu->device.embed));
+    if (a->gpu->fast) return fast::blocks(a, e);
     for (int i = 0; i < a->w.n_layers; i++)
         if (!block(a, i, e)) return false;
     return true;
@@ -2085,13 +1425,9 @@ bool forward(Pass *a, Error *e) {
 
 bool head(Pass *a, int first, int n, Error *e) {
     const DeviceModel &device = a->gpu->device;
-    Pass rows = *a;
-    if (!a->normed || n != a->tokens) { /* the requested rows, side by side */
-        CUDA(launch(a->gpu, norm, n, row_threads(a->w.dim), 0, a->w, a->s.row + first, device.norm,
-                    type_for(device.head)));
-        rows.squares = 0;
-    }
+    Pass rows = *a; /* the requested ones, side by side */
     rows.tokens = n, rows.w.layer = a->w.n_layers;
+    CUDA(launch(a->gpu, norm, n, row_threads(a->w.dim), 0, a->w, a->s.row + first, device.norm, type_for(device.head)));
     if (!multiply_to(&rows, device.head, NULL, 0, a->w.logits, e)) return false;
     if (a->w.logit_cap) CUDA(launch(a->gpu, cap_logits, dim3((a->w.vocab + 1023) / 1024, n), 1024, 0, a->w));
     return true;
@@ -2107,8 +1443,4 @@ bool draw_tokens(const Pass *a, int first, int n, Error *e) {
     return true;
 }
 
-int tile_tokens(const Pass *a) {
-    int rows = fast::tile_rows(a);
-    if (!rows) rows = a->w.head_dim == 256 ? AttentionShape<256>::ROWS : AttentionShape<128>::ROWS;
-    return std::max(1, rows * a->w.n_kv_heads / a->w.n_heads);
-}
+int tile_tokens(const Pass *a) { return a->gpu->fast ? fast::tile_tokens(a) : 0; }

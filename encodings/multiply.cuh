@@ -153,11 +153,10 @@ template <Type T> __global__ void __launch_bounds__(256) decode_to_bf16(Matrix m
     }
 }
 
-/* A matrix as bf16, in gpu->decoded. */
-cudaError_t decode_matrix(const Gpu *gpu, const Matrix &m) {
+cudaError_t decode_matrix(const Gpu *gpu, const Matrix &m, bf16 *to) {
     return with_type(m.type, [&](auto type) {
         if constexpr (is_coded(type))
-            return launch(gpu, decode_to_bf16<type>, (m.tiles() * (m.stride / CHUNK) + 7) / 8, 256, 0, m, gpu->decoded);
+            return launch(gpu, decode_to_bf16<type>, (m.tiles() * (m.stride / CHUNK) + 7) / 8, 256, 0, m, to);
         return cudaErrorNotSupported;
     });
 }

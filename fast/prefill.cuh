@@ -222,7 +222,7 @@ constexpr int CHOICES = 192, MAX_JOBS = 8192 * 32 / CHOICES + MAX_EXPERTS; /* in
 template <Type T> struct ExpertShape {
     static constexpr int WARPGROUPS = 3, ROWS = WARPGROUPS * 64, PANELS = CHOICES / 64;
     static constexpr int THREADS = WARPGROUPS * 128 + 128;                 /* with the producer's */
-    static constexpr int PIECES = ROWS / TILE * Encoding<T>::PIECES;       /* of 16 bytes, of a chunk's weights */
+    static constexpr int PIECES = ROWS / TILE * Tiled<T>::PIECES;          /* of 16 bytes, of a chunk's weights */
     static constexpr int X = PANELS * PANEL, STAGE = X + PIECES * 16 + 16; /* bytes of a stage and its barriers */
     static constexpr int PITCH = 40, OUT = 64 * PITCH * 2; /* results on their way out, of each warpgroup */
     static constexpr int STAGES = min_of(6, ((227 << 10) - WARPGROUPS * OUT - MAX_JOBS * 4) / STAGE);
@@ -250,7 +250,7 @@ template <Type T, int PANELS, class Store>
 __device__ void multiply_slice(CopyRing &ring, const uint8_t *arena, int chunks, int expert, int row, const int *list,
                                int n, uint8_t *room, Store store) {
     typedef ExpertShape<T> Shape;
-    typedef Encoding<T> E;
+    typedef Tiled<T> E;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float c[PANELS * 32] = {};
     for (int i = 0; i < chunks; i++, ring.advance()) {
@@ -286,7 +286,7 @@ template <Type T, class Store>
 __device__ void multiply_experts_wgmma(const Work &w, const Matrix &m, const bf16 *x, int x_pitch, int divide,
                                        Store store) {
     typedef ExpertShape<T> Shape;
-    typedef Encoding<T> E;
+    typedef Tiled<T> E;
     extern __shared__ __align__(1024) uint8_t arena[];
     uint8_t *room = arena + Shape::STAGES * (Shape::X + Shape::PIECES * 16);
     Barrier *barriers = (Barrier *)(room + Shape::WARPGROUPS * Shape::OUT);
