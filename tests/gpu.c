@@ -841,8 +841,14 @@ int main(int argc, char **argv) {
         printf("skip gpu: there is none here\n");
         return 0;
     }
-    run("gpu: fixtures at every stage, in chunks of 1 to all", fixtures_pass);
-    run("gpu: prompts of 1 to 300 tokens", lengths_pass);
+    for (int i = 0; i < 2; i++) { /* with fast/, and plain */
+        plain = i;
+        run(i ? "gpu: fixtures at every stage, in chunks of 1 to all, plain"
+              : "gpu: fixtures at every stage, in chunks of 1 to all",
+            fixtures_pass);
+        run(i ? "gpu: prompts of 1 to 300 tokens, plain" : "gpu: prompts of 1 to 300 tokens", lengths_pass);
+    }
+    plain = false;
 #ifdef ROOM_families
     families_tests();
 #endif
