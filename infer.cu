@@ -373,7 +373,7 @@ __device__ inline float weigh(const Router &r, int t, int expert) {
 
 enum Finish {
     STORE,   /* y = W x + bias */
-    ADD,     /* y, the residual stream, += W x + bias; `normed` and `square` receive what the next norm needs */
+    ADD,     /* y, the residual stream, += W x + bias */
     ACTIVATE /* y = the activation of rows 2i (gate) and 2i + 1 (up) */
 };
 

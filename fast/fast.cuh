@@ -1,13 +1,14 @@
-/* fast.cuh: the annex: hand-tuned kernels for Hopper, beside the plain engine in infer.cu. They replace three of its
- * parts: decode(), a step of at most MAX_DECODE tokens, for gpt-oss's shapes; attend(), attention of prompts with heads
- * of 64 or 128, and experts(), the products of experts that have many tokens, for every model. infer.cu computes
- * everything else, and serves every other card. `make FAST=no` builds without the annex; --plain switches it off.
+/* fast.cuh: the annex: kernels that only make things faster, beside the plain engine in infer.cu. tiles.cuh is for
+ * every card: kernels that are fused, and tiles of many tokens. The other files are for Hopper, and replace three parts
+ * more: decode(), a step of at most MAX_DECODE tokens, for gpt-oss's shapes; attention of prompts with heads of 64 or
+ * 128, and the products of experts that have many tokens, for every model. infer.cu computes everything else. `make
+ * FAST=no` builds without the annex; --plain switches it off.
  *
  * What is different from infer.cu, and why
  *
- * Decode. infer.cu launches one kernel for each step of a layer. Between two kernels the memory is partly idle: the
- * last blocks end, results travel, the next blocks begin. Here one persistent kernel computes the whole step. Which
- * weights come next does not depend on data, except for the experts. So in each block a producer warp copies the
+ * Decode. infer.cu and tiles.cuh launch a kernel for each step of a layer. Between two kernels the memory is partly
+ * idle: the last blocks end, results travel, the next blocks begin. Here one persistent kernel computes the whole step.
+ * Which weights come next does not depend on data, except for the experts. So in each block a producer warp copies the
  * weights through a ring in shared memory, without a stop between phases, and consumer warps multiply. What then limits
  * a single token is the chain of dependent steps: how fast values get from block to block. So blocks publish values and
  * poll them instead of waiting for fences, and a sum counts how many have added to it. A fence waits for all copies in
@@ -44,13 +45,16 @@
  *   the experts of a decode step, 256 streams at depth 1,024                             256   20,212  23,551
  *
  * Files, in the order in which to read them
+ *   tiles.cuh     every card: products that norm and route, tiles, cuBLAS, attention; block()
+ *   latent.cuh    every card: attention over latents
  *   publish.cuh   copies and barriers, published values, buffers
  *   codec.cuh     how decode reads and multiplies BF16 and MXFP4; defines tile, chunk, part and quad
  *   ring.cuh      a block of the decode kernel: its shared memory, the ring, the product of a tile
  *   slab.cuh      what decode adds to infer.cu's attention in registers
  *   decode.cuh    the decode kernel, phase by phase
  *   prefill.cuh   attention of a prompt, experts of many tokens
- *   fast.cuh      the host's side: buffers, launches, taps */
+ *   hopper.cuh    the host's side of Hopper's kernels: buffers, launches, taps
+ *   fast.cuh      what infer.cu and card.cu call */
 #pragma once
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

@@ -1,5 +1,5 @@
 /* prefill.cuh: what takes most of a prompt's time, attention and the products of the experts, on Hopper's instructions
- * for warpgroups of four warps (wgmma, only in code for sm_90a). Other cards use infer.cu's.
+ * for warpgroups of four warps (wgmma, only in code for sm_90a). Other cards use tiles.cuh's.
  *
  * A warpgroup multiplies 64 rows, in registers or in shared memory, by columns in shared memory: a ring that cp.async
  * fills ahead. Sums are fp32 and in one order, so every run gives the same bits. */

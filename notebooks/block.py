@@ -5,20 +5,20 @@
 from html import escape
 
 # Text between backquotes is a kernel of infer.cu; tests/test_notebooks.py looks for each.
-BEFORE = ("`embed`", "x = embed[id]", "and the first norm")
+BEFORE = ("`embed`", "x = embed[id]", "")
 ATTENTION = (
-    ("`norm`", "x / sqrt(mean(x²) + eps) · w", "often made by the kernel that wrote x"),
-    ("`product`", "q, k, v = W x + b", "many tokens: cuBLAS"),
-    ("`rope_and_store`", "turn q and k by position", "one new token a sequence: inside attention"),
-    ("`attention` or `attention_tiled`", "softmax(q·k, sink) · v", "few queries, or a prompt; else `attention_any`"),
-    ("`product`", "W_o attn + b, added to x", "many tokens: cuBLAS"),
+    ("`norm`", "x / sqrt(mean(x²) + eps) · w", "for the matrix that reads it"),
+    ("`product`", "q, k, v = W x + b", ""),
+    ("`rope`", "turn q and k by position", "k and v go to the cache"),
+    ("`attention`", "softmax(q·k, sink) · v", "heads of other sizes: `attention_any`"),
+    ("`product`", "W_o attn + b, added to x", ""),
 )
 EXPERTS = (
-    ("`norm`", "x / sqrt(mean(x²) + eps) · w", "often made by the product before"),
+    ("`norm`", "x / sqrt(mean(x²) + eps) · w", "for the router and the experts"),
     ("`product` → `route`", "top_k of W_r x + b, softmax", "and each expert's list of tokens"),
-    ("`product` or `product_tiled`", "act(W_gate x, W_up x)", "many tokens, dense: cuBLAS and `activate`"),
-    ("`product` or `product_tiled`", "W_down act + b", "of each chosen expert"),
-    ("`combine`", "Σ weight · expert, added to x", "and the norm that comes next"),
+    ("`product`", "act(W_gate x, W_up x)", "of each chosen expert"),
+    ("`product`", "W_down act + b", "of each chosen expert"),
+    ("`combine`", "Σ weight · expert, added to x", ""),
 )
 AFTER = (("`norm` → `product`", "logits = W_head norm(x)", "of the tokens that want them"),
          ("`filter` → `draw`", "argmax(logits / T + noise)", "top-k, top-p, min-p if they are asked for"))
