@@ -1,9 +1,12 @@
 """Runs the tests side by side on the cores there are, and the builds that they need.
 
-    python3 tests/run.py [--fetch] [--long] [--core] [--gpu] [--emulated] [WORD]...     (WORD: tests with it in their name)
+    python3 tests/run.py [--fetch] [--long] [--quick] [--core] [--gpu] [--emulated] [WORD]...
+
+WORD: tests with it in their name.
 
 --gpu runs build/cuda/gpu too; --emulated build/emulated/gpu, those of the same tests that a processor can do. --long
-gives the sanitized unit tests as much to do as the optimised ones have. --core tests the build without rooms.
+gives the sanitized unit tests as much to do as the optimised ones have, --quick leaves out sanitizers, what COSTS lists
+and what waits. --core tests the build without rooms.
 
 Needs the Python of the system, 3.9 or later, and nothing else. Some tests need published files, which are not shipped
 (helpers.PUBLISHED): tests find them below TEST_DATA or in the hub's cache, where --fetch puts them. A test is a
@@ -31,9 +34,9 @@ from pathlib import Path
 import helpers
 
 ROOT = helpers.TESTS.parent
-# Rooms with tests in C, ROOM.c and gpu_ROOM.c; those of encodings/ are of models of families/.
-ROOMS = [room for room in ("families", "encodings", "formats")
-         if helpers.has(room) and (room != "encodings" or helpers.has("families"))]
+# The core's tests in C, and the rooms'; those of encodings/ are of models of families/.
+PARTS = {"unit.c": (), "families.c": ("families",), "encodings.c": ("encodings", "families"), "formats.c": ("formats",),
+         "gpu.c": (), "gpu_families.c": ("families",), "gpu_encodings.c": ("encodings", "families")}
 QUIET = 10  # seconds without a result until a line says what runs
 # Builds: what make makes, what the first lines call it, and seconds of processor time. They have no object in common.
 BUILDS = {"reference": ([helpers.PLAIN, helpers.BUILD / "reference/unit"], "infer-reference", 13),
@@ -57,9 +60,10 @@ COSTS = {"chat.ids_of_published_tokenizers": 80, "perplexity.equals_transformers
          "play.only_the_answer_is_on_stdout": 20, "chat.text_never_becomes_control_tokens": 20,
          "emulated gpu: fixtures at every stage, in chunks of 1 to all": 19,
          "emulated gpu: the real router and experts, 40 tokens": 17, "emulated gpu: every type of GGUF": 16,
+         "emulated gpu: one chunk = many": 12, "emulated gpu: 17 beginnings in one batch": 12,
          "prompt.harmony_parsed": 15, "play.models_are_found": 15, "gguf.vocabularies_of_families": 12,
          "unit: texts pause in turn while steps of fewer are faster": 10,
-         "emulated gpu: prompts of 1 to 300 tokens": 10, "emulated gpu: the real router and experts, one token": 10}
+         "emulated gpu: prompts of 1 to 300 tokens, no experts": 10, "emulated gpu: the real router and experts, one token": 10}
 OTHERS = 1  # seconds of processor time of any other test
 
 
@@ -152,6 +156,7 @@ class Board:
         for state, name, why, _ in self.results:
             if state == "FAIL":
                 print(f"FAIL {name}: {why}".splitlines()[0])
+        print(f"{count('ok') + count('FAIL')} of {len(self.results)} tests ran")
         print(f"{count('ok')} passed, {count('FAIL')} failed", flush=True)
         return count("FAIL") > 0
 
@@ -211,6 +216,7 @@ def c_tests(program, prefix, *arguments):
 
 
 def function_test(function, rooms):
+    """A test in Python, which needs these rooms."""
     def work(board, job):
         try:
             helpers.needs(*rooms)
@@ -237,28 +243,35 @@ def tests_of(options):
     for program, build_name, prefix, more in (("unit", "reference", "", ["--long"]),
                                               ("unit", "asan", "sanitized ", ["--long"] * ("--long" in options)),
                                               ("gpu", "emulated", "emulated ", [])):
-        if build_name == "emulated" and "--emulated" not in options:
+        if (build_name == "emulated" and "--emulated" not in options) or (build_name == "asan" and "--quick" in options):
             continue
         path = helpers.BUILD / build_name / program
-        parts = [f"{program}.c", *(f"{room}.c" if program == "unit" else f"{program}_{room}.c" for room in ROOMS)]
-        for source in [helpers.TESTS / part for part in parts if (helpers.TESTS / part).exists()]:
-            # those that this function runs are all that the program has; others in front of it take a GPU
-            text = re.split(r"\nint main\(|\nstatic void \w+_tests\(void\)", source.read_text())[-1]
+        for part, rooms in PARTS.items():
+            if part.startswith("gpu") != (program == "gpu"):
+                continue
+            # those that this function runs; others in front of it take a GPU
+            text = re.split(r"\nint main\(|\nstatic void \w+_tests\(void\)", (helpers.TESTS / part).read_text())[-1]
             for name in re.findall(r'\brun\("([^"]+)"', text):
+                if not helpers.has(*rooms):
+                    yield Job(prefix + name, function_test(None, rooms))
+                    continue
                 yield Job(prefix + name, c_tests(path, prefix, *more, name), [build_name])
     if "--gpu" in options:
         yield Job("gpu", c_tests(helpers.BUILD / "cuda" / "gpu", ""), ["cuda"], 600)
+    builds = ["reference"] if "--quick" in options else ["reference", "asan"]
     for path in sorted(helpers.TESTS.glob("test_*.py")):
         module = importlib.import_module(path.stem)
         rooms = getattr(module, "NEEDS", ())  # of all tests in it
         for name, function in vars(module).items():
             if name.startswith("test_") and inspect.isfunction(function) and function.__module__ == path.stem:
-                yield Job(f"{path.stem[5:]}.{name[5:]}", function_test(function, rooms), ["reference", "asan"])
+                yield Job(f"{path.stem[5:]}.{name[5:]}", function_test(function, rooms), builds)
 
 
 def plan(options, words):
     """Jobs in the order in which they start: builds, then what takes longest."""
     tests = [job for job in tests_of(options) if not words or any(word in job.name for word in words)]
+    if "--quick" in options:
+        tests = [job for job in tests if job.name not in COSTS and job.name not in WAITS]
     needed = {name for job in tests for name in job.needs}
     return ([build(name) for name in BUILDS if name in needed],
             sorted(tests, key=lambda job: -job.cost))
@@ -281,7 +294,7 @@ def main():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     options = {word for word in sys.argv[1:] if word.startswith("-")}
     words = [word for word in sys.argv[1:] if word not in options]
-    if options - {"--fetch", "--long", "--core", "--gpu", "--emulated"}:
+    if options - {"--fetch", "--long", "--quick", "--core", "--gpu", "--emulated"}:
         sys.exit(__doc__.split("\n\n")[1])
     if "--fetch" in options:
         fetch()
