@@ -482,6 +482,75 @@ static void contexts_of_20b_agree(void) {
 static void fast_agrees_with_plain(void) { stages_agree(GPT_OSS_20B(SLIDING "," FULL), 201088, NULL); }
 static void streams_agree_with_plain(void) { streams_agree(GPT_OSS_20B(SLIDING "," FULL)); }
 
+/* A BF16 matrix as F32, or as F16, where what is below 2^-14 becomes 0. */
+static Linear as_type(const Linear *w, Type type) {
+    uint16_t *half = allocate((size_t)w->rows * (size_t)w->cols * sizeof(float));
+    uint32_t *word = (uint32_t *)half;
+    for (int r = 0; r < w->rows; r++)
+        for (int c = 0; c < w->cols; c++) {
+            uint16_t x;
+            memcpy(&x, w->each->data.data + (size_t)r * w->each->data.stride + (size_t)c * sizeof x, sizeof x);
+            const int exponent = (x >> 7 & 255) - 127 + 15;
+            if (type == F32)
+                word[r * w->cols + c] = (uint32_t)x << 16;
+            else
+                half[r * w->cols + c] = (uint16_t)(exponent < 1 ? 0 : (x & 0x8000) | exponent << 10 | (x & 127) << 3);
+        }
+    Linear to = stored(type, 1, w->rows, w->cols, half, w->each->bias);
+    free(half);
+    return to;
+}
+
+/* A router and a head in F32 and queries in F16 beside matrices in BF16 read the same x, whose rows have padding. */
+static void types_of_x_may_differ(void) {
+    Trace golden = {0};
+    Ids ids = {0};
+    Checkpoint c;
+    trace_golden("odd", &golden, &ids, &c);
+    Costs costs = rounding_costs(&c.model, &golden, ids.data, ids.n);
+    Layer *l = c.model.layer + c.model.n_layers - 1;
+    check(l->router.type == BF16 && l->q.type == BF16 && c.model.dim % 64,
+          "no router or queries in BF16, or no padding");
+    l->q = as_type(&l->q, F16), l->router = as_type(&l->router, F32), c.model.head = as_type(&c.model.head, F32);
+    chunks_pass("types of x", &c.model, &costs, &golden, ids.data, ids.n, 3, (size_t[]){0, 1, 7});
+    linear_free(&l->q), linear_free(&l->router), linear_free(&c.model.head);
+    trace_free(&golden);
+    ids_free(&ids);
+    checkpoint_close(&c);
+}
+
+/* Opens a changed model, which must fail with these words. */
+static void refused(const Checkpoint *c, const char *words) {
+    Engine g;
+    Error e;
+    const Limits limits = {.max_seqs = 1, .max_tokens = 8};
+    bool opened = engine_open(&g, &cuda, &c->model, limits, 64, &e);
+    check(!opened, "a model was opened: %s", words);
+    if (opened) engine_close(&g);
+    if (!opened) check(e.code == BAD_MODEL && strstr(e.text, words), "error %d: %s, not %s", e.code, e.text, words);
+}
+
+/* What no kernel can compute is refused before a weight is loaded. */
+static void what_kernels_rely_on_is_checked(void) {
+    Checkpoint c;
+    Error e;
+    must(checkpoint_open(&c, "tests/fixtures/odd", &e), &e);
+    Model *m = &c.model;
+    const Model right = *m;
+    m->top_k = 33, refused(&c, "33 experts a token"), *m = right;
+    m->route.groups = 33, refused(&c, "33 groups of experts"), *m = right;
+    m->n_heads = 65 * m->n_kv_heads, refused(&c, "65 query heads"), *m = right;
+    m->v_dim /= 2, refused(&c, "heads of 32 and 16"), *m = right;
+    m->dim += 2, refused(&c, "not a multiple of 4"), *m = right;
+    m->dim = 1 << 20, refused(&c, "a hidden size of 1048576"), *m = right;
+    Layer *last = m->layer + m->n_layers - 1;
+    const Layer before = *last;
+    last->gate.rows--, refused(&c, "an odd intermediate size"), *last = before;
+    last->down.type = F32, refused(&c, "experts in F32"), *last = before;
+    last->o.cols -= 2, last->o.type = F32, refused(&c, "in F32 in some layers only"), *last = before;
+    checkpoint_close(&c);
+}
+
 static void scale(const float *norm, int n) {
     for (int i = 0; i < n; i++) ((float *)(uintptr_t)norm)[i] *= 1.01f;
 }
@@ -861,17 +930,18 @@ int main(int argc, char **argv) {
     run("gpu: the real scores and sinks, token by token", sinks_by_token);
     run("gpu: the real scores and sinks, one prompt", sinks_of_prompt);
     run("gpu: the real scores and sinks, F32", sinks_plain);
-    for (int i = 0; i < 2; i++) {
-        open_streams(&cuda, i ? "true_heads" : "odd");
-        run(i ? "gpu: C and CUDA draw alike, heads of 64" : "gpu: C and CUDA draw alike", samplers_agree);
-        if (i) run("gpu: a draw waits until it is told what it may draw", draws_wait);
-        close_streams();
-    }
     run("gpu: a NaN in a weight is named", nan_is_named);
+    run("gpu: a router and a head in F32, queries in F16", types_of_x_may_differ);
+    run("gpu: what kernels rely on is checked", what_kernels_rely_on_is_checked);
     open_streams(&cuda, "odd");
     run("gpu: one chunk = many", one_chunk_equals_many);
     run("gpu: 17 beginnings in one batch", golden_streams_pass);
+    run("gpu: C and CUDA draw alike", samplers_agree);
     run("gpu: each cudaMalloc may fail", each_cudamalloc_may_fail);
+    close_streams();
+    open_streams(&cuda, "true_heads");
+    run("gpu: C and CUDA draw alike, heads of 64", samplers_agree);
+    run("gpu: a draw waits until it is told what it may draw", draws_wait);
     close_streams();
     if (!EMULATED) run_long();
     return failures != 0;

@@ -52,25 +52,6 @@ static void instances_of_latents_agree(void) {
     instances_agree(LATENT("20", "512", "64"), 2, 700, chunks, sizeof chunks / sizeof *chunks);
 }
 
-/* A BF16 matrix as F32, or as F16, where what is below 2^-14 becomes 0. */
-static Linear as_type(const Linear *w, Type type) {
-    uint16_t *half = allocate((size_t)w->rows * (size_t)w->cols * sizeof(float));
-    uint32_t *word = (uint32_t *)half;
-    for (int r = 0; r < w->rows; r++)
-        for (int c = 0; c < w->cols; c++) {
-            uint16_t x;
-            memcpy(&x, w->each->data.data + (size_t)r * w->each->data.stride + (size_t)c * sizeof x, sizeof x);
-            const int exponent = (x >> 7 & 255) - 127 + 15;
-            if (type == F32)
-                word[r * w->cols + c] = (uint32_t)x << 16;
-            else
-                half[r * w->cols + c] = (uint16_t)(exponent < 1 ? 0 : (x & 0x8000) | exponent << 10 | (x & 127) << 3);
-        }
-    Linear to = stored(type, 1, w->rows, w->cols, half, w->each->bias);
-    free(half);
-    return to;
-}
-
 /* n random BF16 matrices (rows, cols), whose products have about the size of x. */
 static Linear random_linear(int rows, int cols, int n, uint64_t *random) {
     const int size = rows * cols * n;
@@ -112,7 +93,7 @@ static void latent_heads_pass(void) {
 
 /* A file may have quantised experts beside a shared expert in F16, a router in F32 and a head in F32. All read the same
  * x, each in a type of its own, and its rows have padding. */
-static void types_of_x_may_differ(void) {
+static void types_of_shared_x_may_differ(void) {
     Trace golden = {0};
     Ids ids = {0};
     Checkpoint c;
@@ -174,7 +155,7 @@ static void families_long(void) {
 
 static void families_tests(void) {
     run("gpu: prompts of 1 to 300 tokens, no experts", dense_lengths_pass);
-    run("gpu: a router and a head in F32, a shared expert in F16, experts in BF16", types_of_x_may_differ);
+    run("gpu: a router and a head in F32, a shared expert in F16, experts in BF16", types_of_shared_x_may_differ);
     run("gpu: F32 in some layers only, rows with padding", types_that_share_padding_are_refused);
     run("gpu: TinyStories-656K writes the reference ids", tinystories_656k);
     run("gpu: stories260K writes the reference ids", stories_260k);

@@ -7,7 +7,7 @@ import os
 import re
 import struct
 
-from helpers import (FIXTURES, PARROT, PLAIN, changed, copy_model, data, each, expect, has, ids_of, infer, needs,
+from helpers import (FIXTURES, PARROT, PLAIN, Skip, changed, copy_model, data, each, expect, has, ids_of, infer, needs,
                      patience, read_json, read_safetensors, refused, safetensors, same, start, write_json)
 
 SECONDS = 10  # ten times what is promised for a refusal
@@ -879,6 +879,33 @@ def test_folder_without_weights(folder):
         listed = json.loads(infer("list", "--json", cwd=folder, env={"HF_HOME": folder}).text)
         same([(m["name"], m["bytes"] > 0) for m in listed], [("a/b", True)], "the list")
     infer("logits", "a/b", "--ids", 1, cwd=folder, env={"HF_HOME": folder})
+
+
+def test_without_the_room_that_reads_it(folder):
+    """A line says what this build does not have."""
+    if has("families", "encodings", "formats", "commands", "serve"):
+        raise Skip("is for a build without a room")
+    if not has("families"):
+        refused("logits", LLAMA, "--ids", 1, words=["config.json", "'llama'", "supported: gpt_oss"])
+    if not has("encodings"):
+        for method in ("fp8", "gptq"):
+            model = copy_model(PARROT, folder, {"quantization_config": {"quant_method": method}})
+            refused("logits", model, "--ids", 1, words=["config.json", "quant_method", "mxfp4", method])
+        model = copy_model(PARROT, folder, keep_weights=False)
+        fp8 = {**HEADER[NAME], "dtype": "F8_E4M3", "data_offsets": [BEGIN, BEGIN + (END - BEGIN) // 2]}
+        rest = {"dtype": "U8", "shape": [(END - BEGIN) // 2], "data_offsets": [BEGIN + (END - BEGIN) // 2, END]}
+        (model / "model.safetensors").write_bytes(safetensors({**HEADER, NAME: fp8, "z": rest}, DATA))
+        refused("logits", model, "--ids", 1, words=["model.safetensors", "F8_E4M3"])
+        (folder / "a.gguf").write_bytes(b"GGUF" + bytes(100))
+        refused("logits", folder / "a.gguf", "--ids", 1, words=["a.gguf", "is no folder"])
+    if not has("formats"):
+        model = copy_model(ODD, folder)
+        write_json(model / "tokenizer.json", {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}})
+        write_json(model / "tokenizer_config.json", {"chat_template": "<|im_start|>"})
+        refused("render", model, stdin='{"messages": []}', words=["chat format"])
+    for room, command in (("commands", "inspect"), ("serve", "serve")):
+        if not has(room):
+            expect(f"no command {command}" in infer(command, PARROT, code=2).err, command)
 
 
 def test_tokenizer_of_another_model(folder):

@@ -502,7 +502,13 @@ BAD = ["/foo", "/", "/hel", "/helpme", "/HELP", "/effort huge", "/set temperatur
 
 def test_default_settings():
     """Temperature 1 and top-p 1, nothing else."""
-    needs("terminal")
+    given = ["--temperature", 1, "--top-k", 0, "--top-p", 1, "--min-p", 0, "--repetition-penalty", 1, "--frequency-penalty", 0,
+             "--presence-penalty", 0]
+    drawn = [json.loads(infer("play", PARROT, "-p", "Hello!", "--seed", 4, "--max-tokens", 60, "--json", *options,
+                              code=None).out) for options in ([], given)]
+    same(*((d["thinking"], d["text"]) for d in drawn), "what is drawn with all settings given")
+    if not has("terminal"):
+        return
     with Terminal("play", PARROT) as t:
         t.wait("Ready")
         t.prompt()
@@ -1026,6 +1032,19 @@ def test_hidden_thinking():
             same(t.say("/prompt"), answered("hello") + "\n", "/prompt")
 
 
+def test_text_of_filters_sends_no_escape_sequences():
+    """In a pipe it is exact."""
+    text = "\x1b[31mred\x1b]0;title\x07\x9b1m é\n"
+    ids = infer("tokenize", PARROT, stdin=text).text
+    same(infer("detokenize", PARROT, stdin=ids).text, text, "in a pipe")
+    with Terminal("detokenize", PARROT) as t:
+        t.wait("reading stdin until its end (Ctrl+D)")
+        t.send(ids.strip() + "\n\x04")
+        same(t.ended(), 0, "exit code")
+        expect("?[31mred?]0;title??1m é\n" in t.text(), f"shown {t.text()!r}")
+        expect(not re.search(rb"\x1b\[31m|\x1b\]0;|\xc2\x9b|\x07", t.raw), f"an escape sequence: {t.raw!r}")
+
+
 def test_loaded_text_sends_no_escape_sequences(folder):
     needs("terminal")
     text = "\x1b[31mred\x1b]0;title\x07\x9b1m" + "é" * 60
@@ -1243,14 +1262,16 @@ def test_ctrl_z_suspends():
 
 def test_ctrl_z_during_an_answer():
     """Typed text stays hidden behind it, and is the next line."""
-    needs("terminal")
     with Terminal("-c", SHELL, CHECKED, "play", PARROT, *GREEDY, program=sys.executable) as t:
-        t.wait("Ready")
-        t.prompt()
+        t.ready()
         t.send("Count.\n")
         t.wait("Assistant: 1 2 3")
         t.send("\x1a")
         t.wait("stopped")
+        if not has("terminal"):  # where typed text shows
+            t.send("Hello!\n")
+            shown = t.wait("Assistant: Hello!", "[Generated") + t.prompt()
+            return same(prompt_size(shown), size_of("Count.", COUNT["answer"], "Hello!"), "tokens of the prompt")
         limit = time.monotonic() + t.seconds
         while not termios.tcgetattr(t.main)[3] & termios.NOFLSH:  # the loop sets it when it hides what is typed
             expect(time.monotonic() < limit, "what is typed is not hidden again")

@@ -768,6 +768,34 @@ static void readings_are_rendered_and_read_again(void) {
     talker_close(&talker);
 }
 
+/* What forces a call of a function, or of any if that is NULL, is the beginning of one: with the text behind it and the
+ * token of this byte it reads as a call of f. */
+static void call_is_forced(Talker *m, const char *function, const char *text, unsigned char end) {
+    Error e;
+    Reader r;
+    Ids ids = {0};
+    Bytes shown = {0};
+    must(chat_force(&m->chat, "medium", function, &ids, &e), &e);
+    reader_init(&r, &m->chat, NULL);
+    for (size_t k = 0; k < ids.n; k++) reader_push(&r, ids.data[k], &shown);
+    while (*text && *text != '<') reader_push(&r, m->token_of[(unsigned char)*text++], &shown);
+    if (*text) reader_push(&r, tokenizer_added(m->tokenizer, "</tool_call>"), &shown); /* a mark is one token */
+    reader_push(&r, m->token_of[end], &shown);
+    check(r.messages == 1 && message_part(r.message) == CALL && !strcmp(r.message->recipient, "functions.f") &&
+              strstr(r.message->content.data, "1}"),
+          "%s", r.messages ? r.message->content.data : "no message");
+    reader_free(&r);
+    ids_free(&ids), bytes_free(&shown);
+}
+
+static void calls_are_forced(void) {
+    Talker m;
+    check(talker_open(&m), "the parrot has no harmony");
+    call_is_forced(&m, "f", "{\"a\":1}", 6);
+    call_is_forced(&m, NULL, "f\3json\4{\"a\":1}", 6);
+    talker_close(&m);
+}
+
 /* A conversation is saved in the shape in which it came, without a word that only harmony has. */
 static void conversations_are_chat_completions(void) {
     static const char text[] = "{\"model\":\"m\",\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\"}}],"
@@ -937,6 +965,7 @@ int main(int argc, char **argv) {
     run("unit: tokens without a row", tokens_without_a_row);
     run("unit: what the model writes in others' names is its own", roles_are_not_taken);
     run("unit: answers at random are rendered and read again", readings_are_rendered_and_read_again);
+    run("unit: calls can be forced", calls_are_forced);
     run("unit: a conversation is saved as chat completions", conversations_are_chat_completions);
     run("unit: JSON is strict", json_is_strict);
     run("unit: RoPE's angles equal transformers'", angles_equal_transformers);
