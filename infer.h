@@ -78,6 +78,7 @@ BOTH void put_f32(unsigned char *x, float value) { memcpy(x, &value, sizeof valu
 BOTH void put_e8m0(unsigned char *x, float value) { *x = (unsigned char)(127 + (int)rintf(log2f(value))); }
 
 /* clang-format off */
+/*      type   dtype values bytes bits zero columns card weight put */
 #define CORE_TYPES(ROW)                                                                                                \
     ROW(BF16, "BF16", 1, 2, 16, 0, 0, BF16, bf16_weight, put_bf16)                                                     \
     ROW(F16, "F16", 1, 2, 16, 0, 0, F16, f16_weight, put_f16)                                                          \

@@ -1,6 +1,6 @@
-/* random.c: a container that has a config.json and no tensors. When binding requires one, it
- * becomes a range of a file in memory, which any backend reads like another file. Weights are finite, with a root mean
- * square of about 1 / sqrt(columns); norms are 1, other vectors 0.
+/* random.c: a container that has a config.json and no tensors. When binding requires one, it becomes a range of a file
+ * in memory, which any backend reads like another file. Weights are finite, with a root mean square of about
+ * 1 / sqrt(columns); norms are 1, other vectors 0.
  *
  * The file consists of pools. A pool has what the tensors of one type and size of numbers need: random codes, or one
  * value again and again. Many matrices share its bytes, but each of random codes begins at another block. */

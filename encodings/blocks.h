@@ -82,6 +82,7 @@ BOTH void put_q5_k(unsigned char *x, float a) { put_both(x, a, 15.5f * a); }
 BOTH void put_q6_k(unsigned char *x, float a) { put_f16(x + 208, a); }
 
 /* clang-format off */
+/*      type dtype values bytes bits zero columns card weight put */
 #define BLOCK_TYPES(ROW)                                                                                               \
     ROW(Q8_0, "Q8_0", 32, 34, 8, 0, 0, Q8_0, q8_0_weight, put_f16)                                                     \
     ROW(Q4_0, "Q4_0", 32, 18, 4, 0, 0, Q4_1, q4_0_weight, put_f16)                                                     \

@@ -21,6 +21,8 @@ BOTH Weight byte_weight(const unsigned char *x, int i) { return coded((float)x[i
 BOTH Weight awq_weight(const unsigned char *x, int i) { return nibble_weight(x, i / 2 + i % 2 * 4); }
 
 /* clang-format off */
+/*      type dtype values bytes bits zero columns card weight put
+ *      {codes, mark, scale, zero, group, scales' type, zeros' type, columns of a scale} ... */
 #define PACKED_TYPES(ROW)                                                                                              \
     ROW(NVFP4, "U8", 16, 8, 4, 0, 0, Q6_K, e2m1_weight, NULL,                                                          \
         {".weight_packed", ".weight_global_scale", ".weight_scale", NULL, NULL, FP8, 0, 16},                           \
