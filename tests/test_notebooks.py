@@ -14,7 +14,7 @@ def test_picture_of_a_block():
     source = (ROOT / "infer.cu").read_text()
     kernels = set(re.findall(r"__global__ void (?:__launch_bounds__\(.*?\)\s+)?(\w+)\(", source, flags=re.S))
     named = {name for name in re.findall(r"`(\w+)`", (NOTEBOOKS / "block.py").read_text())}
-    expect(len(named) > 10 and named <= kernels, f"no kernels: {named - kernels}")
+    expect(len(named) >= 10 and named <= kernels, f"no kernels: {named - kernels}")
     drawn = subprocess.run([sys.executable, NOTEBOOKS / "block.py"], capture_output=True, check=True).stdout
     same(drawn, (NOTEBOOKS / "block.svg").read_bytes(), "block.svg: python3 notebooks/block.py > notebooks/block.svg")
 
