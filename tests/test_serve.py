@@ -762,13 +762,17 @@ def test_cors():
 
 def test_a_full_queue_says_so():
     with Server(PARROT, "--streams", 1, "--queue", 1) as s:
-        sockets = [s.open_stream(TEXT, {"prompt": [1], "max_tokens": 3000, "ignore_eos": True}) for _ in range(2)]
-        s.wait(lambda: s.metric("answers_running") + s.metric("answers_waiting") == 2, "full")
-        s.refuses(TEXT, {"prompt": [1]}, "try again", code=429)
-        same(s.metric("answers_running") + s.metric("answers_waiting"), 2, "answers that still run or wait")
-        for client in sockets:
-            client.close()
-        s.wait(s.idle, "idle")
+        for _ in range(5):  # on a busy machine the first answer may have ended before it is counted again
+            sockets = [s.open_stream(TEXT, {"prompt": [1], "max_tokens": 4000, "ignore_eos": True}) for _ in range(2)]
+            s.wait(lambda: s.metric("answers_running") + s.metric("answers_waiting") == 2, "full")
+            s.refuses(TEXT, {"prompt": [1]}, "try again", code=429)
+            left = s.metric("answers_running") + s.metric("answers_waiting")
+            for client in sockets:
+                client.close()
+            s.wait(s.idle, "idle")
+            if left == 2:
+                break
+        same(left, 2, "answers that still run or wait")
         s.post(TEXT, {"prompt": [1]})
 
 
