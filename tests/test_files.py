@@ -493,7 +493,7 @@ def test_config_of_every_family(folder):
            ("other values", {"v_head_dim": 32}, ["kv_b_proj.weight", "(64, 512)", "(96, 512)"]),
            ("another layer with experts", {"moe_layer_freq": 2}, ["moe_layer_freq", "2"]),
            ("another eps", {"rms_norm_eps": 1e-5}, ["rms_norm_eps"]),
-           ("tensors say how they are encoded", {"quantization_config": {"quant_method": "fp8"}}, FINE))
+           *[("tensors say how they are encoded", {"quantization_config": {"quant_method": "fp8"}}, FINE)] * has("encodings"))
     family("deepseek_v2", ("scores of the other version", {"scoring_func": "sigmoid"}, ["scoring_func", '"sigmoid"']),
            ("weights that add up to 1", {"norm_topk_prob": True}, ["norm_topk_prob"]),
            ("another router", {"topk_method": "noaux_tc"}, ["e_score_correction_bias", "missing"]))
