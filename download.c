@@ -62,7 +62,6 @@ static struct {             /* a process works with one repository */
     const char *token_from;
     char *name, *revision, *commit;
     char *cache, *folder, *snapshot; /* folder: models--ORG--NAME in the cache; snapshot: the commit's folder in it */
-    char *outline;                   /* a temporary folder, or "" */
     int max_tries, stall; /* tries without progress; seconds without bytes until a connection counts as lost */
     File *file;           /* config.json first */
     _Atomic int files;
@@ -76,7 +75,7 @@ static struct {             /* a process works with one repository */
 
     pthread_t watch;
     sigset_t interrupt; /* SIGINT, which only this thread takes */
-} hub = {.outline = "", .max_tries = MAX_TRIES, .stall = 10};
+} hub = {.max_tries = MAX_TRIES, .stall = 10};
 
 static _Thread_local Error error; /* of the last function that failed, as errno is */
 
@@ -129,11 +128,11 @@ static char *hub_folder(const char *repository) {
 ModelEntry model_entry(const char *path) {
     ModelEntry m = {0};
     Error missing;
-    LOCAL(tensors_close) Tensors t = {0};
+    LOCAL(tensors_close) Tensors t = {.container = container_at(path)};
     struct stat st;
     LocalText config = path_join(path, "config.json");
     LocalText tokenizer = path_join(path, "tokenizer.json");
-    m.complete = container_at(path)->files(&t, path, &missing);
+    m.complete = t.container->files(&t, path, &missing);
     m.complete &= file_exists(path) || (!access(config, F_OK) && !access(tokenizer, F_OK));
     for (int i = 0; i < t.files; i++)
         if (stat(t.file[i].name, &st))
@@ -311,8 +310,6 @@ static bool folder_remove(const char *path) {
     return !failed || (failed < 0 && (errno == ENOENT || fail(&error, NO_NETWORK, "%s: %m", path)));
 }
 
-static void remove_outline(void) { folder_remove(hub.outline); }
-
 /* Ends the process with this thread's error, whatever other threads do, so that only the first one prints its line. */
 __attribute__((noreturn)) static void end(void) {
     const uint64_t here = bytes_here();
@@ -323,7 +320,6 @@ __attribute__((noreturn)) static void end(void) {
     fprintf(stderr, "infer: %s", error.text);
     if (here) fprintf(stderr, " (%s of %s are here)", SIZE(here), SIZE(hub.total));
     fputc('\n', stderr);
-    remove_outline();
     _exit(code);
 }
 
@@ -371,7 +367,7 @@ __attribute__((noreturn)) static void disk_fails(const char *path) {
     int code = full ? NO_ROOM : denied ? NO_NETWORK : FAILED;
     give_up(code, "%s: %s; %s", path, strerror(errno),
             full ? "free some space: the same command goes on"
-                 : "HF_HOME or HF_HUB_CACHE chooses another place, TMPDIR one for temporary files");
+                 : "HF_HOME or HF_HUB_CACHE chooses another place");
 }
 
 /* Makes the folders of `path` up to its last slash. Inside the cache none may be a link, which could lead out of it. */
@@ -449,7 +445,7 @@ static size_t on_body(char *data, size_t size, size_t n, void *owner) {
     File *f = owner;
     n *= size;
     if (f->body) bytes_add(f->body, data, n);
-    const char *kind = f->body || f->done ? NULL : file_kind(data, n);
+    const char *kind = f->done ? NULL : file_kind(data, n);
     if (n > f->end - f->done)
         return fail(&error, NO_NETWORK, "a server sends more than the %llu bytes that it should: try again later",
                     (unsigned long long)f->end);
@@ -861,39 +857,21 @@ const Option download_options[] = {
     {0}};
 const Command rm = {"rm", "MODEL", "remove a model from the hub's cache", {NULL}, run_rm};
 
-/* Writes a small file, or of a safetensors file its first eight bytes, which say how long the header is, the header and
- * a hole in place of the data. */
-static void save_head(const File *f) {
-    LocalText path = text_print("%s/%s", hub.name, f->name);
-    bool weights = is_like(f->name, WEIGHTS);
-    File head = *f;
-    uint64_t n = 0, most = weights ? sizeof n : MAX_ANSWER;
-    head.fd = open_file(path);
-    head.end = f->size < most ? f->size : most;
-    file_begin(&head, true);
-    if (!get(&head)) end();
-    if (weights) {
-        if (pread(head.fd, &n, sizeof n, 0) < 0) disk_fails(path);
-        n = le64toh(n); /* if it is wrong, tensors_open() says so */
-        if (n <= MAX_ANSWER && n + sizeof n <= f->size) head.end += n;
-        if (head.done < head.end && !get(&head)) end();
-    }
-    if (ftruncate(head.fd, (off_t)f->size)) disk_fails(path);
-    close(head.fd);
+uint64_t hub_list(const char *repository) {
+    uint64_t to_fetch = 0;
+    if (!hub_open(repository) || !list_files()) end();
+    for (int i = 0; i < hub.files; i++) to_fetch += is_here(hub.file + i) ? 0 : hub.file[i].size;
+    return to_fetch;
 }
 
-const char *outline_open(const char *repository, uint64_t *to_fetch) {
-    const char *tmp = environment("TMPDIR") ? environment("TMPDIR") : "/tmp";
-    LocalText parent = realpath(tmp, NULL);
-    if (!hub_open(repository) || !list_files()) end();
-    *to_fetch = 0;
-    for (int i = 0; i < hub.files; i++) *to_fetch += is_here(hub.file + i) ? 0 : hub.file[i].size;
-    hub.outline = text_print("%s/infer-XXXXXX", parent ? parent : tmp);
-    if (!mkdtemp(hub.outline) || chdir(hub.outline)) disk_fails(hub.outline);
-    atexit(remove_outline);
-    for (int i = 0; i < hub.files; i++)
-        if (is_like(hub.file[i].name, "([.]safetensors|config[.]json|[.]index[.]json)$")) save_head(hub.file + i);
-    return hub.name;
+uint64_t hub_head(const char *name, uint64_t n, Bytes *out) {
+    const File *f = hub.file;
+    while (f < hub.file + hub.files && strcmp(f->name, name)) f++;
+    if (f == hub.file + hub.files) return 0;
+    File head = {.name = f->name, .url = f->url, .size = f->size, .end = f->size < n ? f->size : n, .body = out};
+    bytes_text(out, "");
+    if (!get(&head)) end();
+    return f->size;
 }
 
 bool hub_check(char token[300], char answer[400], Error *e) {

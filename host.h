@@ -70,7 +70,7 @@ typedef struct {
 struct Container {
     /* Is a whole model stored so at this path, which may be a folder or a file? */
     bool (*fits)(const char *path);
-    /* Lists its files, which need not be there. BAD_MODEL. */
+    /* Lists its files, which need not be there, or opens them (TensorFile.fd). BAD_MODEL. */
     bool (*files)(Tensors *t, const char *path, Error *e);
     /* The header of file i, which is mapped, as safetensors' JSON. *data: where its data begins; *alignment: each
      * tensor begins at a multiple of it. NULL: BAD_MODEL. */
@@ -93,11 +93,11 @@ extern const Container *const containers[];      /* the first that fits counts; 
 const Container *container_at(const char *path); /* safetensors if none fits */
 
 enum { MOST_FILES = 1000 };
-/* Opens the files of a model, or one safetensors file (github.com/huggingface/safetensors): 8 bytes of header length, a
+/* Opens the files of a model (container NULL: as container_at() finds it), or one safetensors file (github.com/huggingface/safetensors): 8 bytes of header length, a
  * JSON header that gives every tensor's dtype, shape and data_offsets, then the data without gaps. BAD_MODEL with file,
  * tensor, expected and found. If a file of the Tensors opened last shrinks later, a read of what is gone ends the
  * process with BAD_MODEL and a line that names the path. */
-bool tensors_open(Tensors *t, const char *path, Error *e);
+bool tensors_open(Tensors *t, const Container *container, const char *path, Error *e);
 void tensors_close(Tensors *t);
 Tensor *tensors_find(const Tensors *t, const char *name); /* or NULL */
 /* Adds a file to those to open, unless it is listed. Takes `name` over. */
@@ -118,7 +118,7 @@ typedef struct {
 /* Opens a model; weights are mapped, not read. BAD_MODEL with file, field or tensor, expected
  * and found. */
 bool checkpoint_open(Checkpoint *c, const char *dir, Error *e);
-/* The same as this container, which makes the weights. */
+/* The same as this container. */
 bool checkpoint_open_as(const Container *container, Checkpoint *c, const char *dir, Error *e);
 void checkpoint_close(Checkpoint *c);
 
@@ -294,10 +294,11 @@ bool hub_repository(const char *argument); /* may it be an ORG/NAME at the hub? 
  * or, after config.json, if `runs` says that infer cannot run it (unless --all is given). */
 const char *hub_fetch(const char *repository, bool (*runs)(const char *path, Error *e));
 extern const Option download_options[];
-/* A repository without its weights: a folder of its name with config.json, the index, and each safetensors file with a
- * hole for its data. It lies in a temporary folder, removed at exit, which becomes the working directory. to_fetch:
- * bytes that `infer download` would fetch. Ends the process if that fails. */
-const char *outline_open(const char *repository, uint64_t *to_fetch);
+/* Asks the hub which files of ORG/NAME[@REVISION] infer reads, and returns how many of their bytes are not here. Then
+ * hub_head() fetches the first n bytes of one, or all if it has fewer, and returns its size; 0: there is no such file.
+ * Both end the process if they fail. */
+uint64_t hub_list(const char *repository);
+uint64_t hub_head(const char *name, uint64_t n, Bytes *out);
 /* For doctor: does the hub answer? Says what was found of the token, and how the hub answers; with USAGE, neither. */
 bool hub_check(char token[300], char answer[400], Error *e);
 

@@ -315,7 +315,7 @@ static int by_name(const void *a, const void *b) { return strcmp(*(char *const *
 
 static bool map_file(TensorFile *f, Error *e) {
     struct stat st;
-    f->fd = open(f->name, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (f->fd < 0) f->fd = open(f->name, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (f->fd < 0 || fstat(f->fd, &st))
         return fail(e, BAD_MODEL, "%s: %s", f->name,
                     errno == ENOENT ? "missing: this is no model, or its download is incomplete; infer download goes on"
@@ -397,20 +397,21 @@ void tensors_add_file(Tensors *t, char *name) {
 /* A single file; of a folder all that model.safetensors.index.json names, or else model.safetensors. If both are there,
  * the index is left over from shards that became one file. */
 static bool safetensors_files(Tensors *t, const char *path, Error *e) {
-    LocalText index = path_join(path, "model.safetensors.index.json");
+    static const char index[] = "model.safetensors.index.json";
     LocalText whole = path_join(path, "model.safetensors");
+    *e = (Error){0};
     if (file_exists(path)) return tensors_add_file(t, text_print("%s", path)), true;
-    if (access(index, F_OK) || !access(whole, F_OK)) return tensors_add_file(t, text_print("%s", whole)), true;
-    LocalJson json = json_read(index, MOST_INDEX, e);
+    LocalJson json = access(whole, F_OK) ? t->container->json(t, path, index, e) : NULL;
+    if (!json && !e->code) return tensors_add_file(t, text_print("%s", whole)), true;
     const cJSON *map = json_get(json, "weight_map"), *entry = cJSON_IsObject(map) ? map->child : NULL;
-    if (!entry) return json && fail(e, BAD_MODEL, "%s: has no weight_map with tensors", index);
+    if (!entry) return json && fail(e, BAD_MODEL, "%s/%s: has no weight_map with tensors", path, index);
     for (; entry; entry = entry->next) {
         const char *name = cJSON_GetStringValue(entry);
         const bool is_name = name && *name && *name != '.' && !strchr(name, '/') && !strchr(name, '\\');
         if (is_name) tensors_add_file(t, path_join(path, name));
         if (!is_name || t->files > MOST_FILES)
-            return fail(e, BAD_MODEL, "%s: tensor '%.100s' is in '%.100s': no file name, or more files than %d", index,
-                        entry->string, name ? name : "(no text)", MOST_FILES);
+            return fail(e, BAD_MODEL, "%s/%s: tensor '%.100s' is in '%.100s': no file name, or more files than %d",
+                        path, index, entry->string, name ? name : "(no text)", MOST_FILES);
     }
     return true;
 }
@@ -424,7 +425,8 @@ static bool safetensors_fits(const char *path) {
 static cJSON *safetensors_json(const Tensors *t, const char *path, const char *name, Error *e) {
     LocalText file = path_join(path, name);
     const size_t dot = strlen(name) - strlen(".jinja");
-    const size_t most = !strncmp(name, "tokenizer", 9) || !strncmp(name, "chat", 4) ? MOST_TEXT : MOST_CONFIG;
+    const bool text_file = begins(name, "tokenizer") || begins(name, "chat");
+    const size_t most = text_file ? MOST_TEXT : strstr(name, ".index.") ? MOST_INDEX : MOST_CONFIG;
     LocalBytes text = {0};
     if (access(file, F_OK) && (errno == ENOENT || errno == ENOTDIR)) return NULL;
     if (strcmp(name + dot, ".jinja")) return json_read(file, most, e);
@@ -448,11 +450,10 @@ static void on_bus_error(int number) {
     _exit(BAD_MODEL);
 }
 
-bool tensors_open(Tensors *t, const char *path, Error *e) {
-    *t = (Tensors){0};
+bool tensors_open(Tensors *t, const Container *container, const char *path, Error *e) {
+    *t = (Tensors){.container = container ? container : container_at(path)};
     snprintf(shrunk, sizeof shrunk, "infer: %.500s: a model file was truncated while it was in use\n", path);
     signal(SIGBUS, on_bus_error);
-    t->container = container_at(path);
     bool ok = t->container->files(t, path, e);
     for (int i = 0; i < t->files && ok; i++) ok = read_file(t, i, e);
     if (t->n) qsort(t->tensor, (size_t)t->n, sizeof *t->tensor, by_name);
@@ -743,7 +744,7 @@ static bool open_config(Loader *load, const char *path) {
     Tensors *t = &load->c->tensors;
     if (!load->container) load->container = container_at(path);
     load->path = load->container->in_files ? text_print("%s", path) : path_join(path, "config.json");
-    if (load->container->in_files && !tensors_open(t, path, load->e)) return false;
+    if (load->container->in_files && !tensors_open(t, NULL, path, load->e)) return false;
     load->file = model_json(load, path, "config.json");
     if (load->file)
         read_config(load, &load->c->model, path);
@@ -761,7 +762,8 @@ bool checkpoint_open_as(const Container *container, Checkpoint *c, const char *d
     LOCAL(close_config) Loader load = {.c = c, .container = container, .e = e};
     *c = (Checkpoint){0};
     *e = (Error){0};
-    if (open_config(&load, dir) && !load.container->in_files && !container) tensors_open(&c->tensors, dir, e);
+    if (open_config(&load, dir) && !load.container->in_files && !load.container->make)
+        tensors_open(&c->tensors, load.container, dir, e);
     if (!failed(&load)) bind_all(&load, &c->model);
     if (e->code) checkpoint_close(c);
     return !e->code;
@@ -1116,7 +1118,7 @@ static char *get_model(const char *argument, Error *e) {
 static bool open_checkpoint(Session *s, int need, Error *e) {
     Checkpoint *c = &s->checkpoint;
     if (need & NEED_CHECKPOINT) return checkpoint_open(c, s->dir, e);
-    return !need || !container_at(s->dir)->in_files || tensors_open(&c->tensors, s->dir, e);
+    return !need || !container_at(s->dir)->in_files || tensors_open(&c->tensors, NULL, s->dir, e);
 }
 
 /* A JsonFile: what the model's container has. */

@@ -2,10 +2,14 @@
  * are here. */
 #include "host.h"
 
+#include <endian.h>
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
+enum { MOST_HEAD = 100000000 /* bytes of a file that are fetched of a repository */ };
 static struct {
     int context;
     bool json;
@@ -65,11 +69,37 @@ static void add_memory(cJSON *out, const Model *m, int context) {
              cJSON_CreateBool(fits >= context), "suggestion", fits < context ? json_word(cure) : NULL, NULL);
 }
 
-/* Adds what there is to say about the model in a folder. False: infer does not run it. */
-static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
+/* The container of a repository at the hub. Of its files it fetches what stands before the weights. */
+static cJSON *hub_json(const Tensors *t, const char *path, const char *name, Error *e) {
+    LocalText file = path_join(path, name);
+    LocalBytes text = {0};
+    return hub_head(name, MOST_HEAD, &text) ? json_parse(text.data, text.n, file, e) : NULL;
+}
+
+/* Each file lies in memory, with a hole for its data. Its first eight bytes say how long the header is. */
+static bool hub_files(Tensors *t, const char *path, Error *e) {
+    if (!safetensors.files(t, path, e)) return false;
+    for (TensorFile *f = t->file; f < t->file + t->files; f++) {
+        LocalBytes head = {0};
+        uint64_t n = 0, size = hub_head(f->name + strlen(path) + 1, sizeof n, &head);
+        if (head.n == sizeof n) memcpy(&n, head.data, sizeof n);
+        n = le64toh(n); /* if it is wrong, tensors_open() says so */
+        if (n <= MOST_HEAD && n + sizeof n <= size) hub_head(f->name + strlen(path) + 1, n + sizeof n, &head);
+        if (size) f->fd = memfd_create("head", MFD_CLOEXEC);
+        if (size && (f->fd < 0 || ftruncate(f->fd, (off_t)size) || pwrite(f->fd, head.data, head.n, 0) < (ssize_t)head.n))
+            return fail(e, NO_ROOM, "%s: there is no memory for its header: %m", f->name);
+    }
+    return true;
+}
+
+/* Adds what there is to say about a model that is here or, `far`, at the hub. False: infer does not run it. */
+static bool add_model(cJSON *out, const char *dir, bool far, int context, Error *e) {
+    static Container hub;
     static Session s;
     const Model *m = &s.checkpoint.model;
-    bool ok = session_open(&s, dir, NEED_CHECKPOINT | USE_TOKENIZER, e);
+    hub = safetensors, hub.files = hub_files, hub.json = hub_json;
+    bool ok = far ? checkpoint_open_as(&hub, &s.checkpoint, dir, e)
+                  : session_open(&s, dir, NEED_CHECKPOINT | USE_TOKENIZER, e);
     if (ok && !model_has_context(m, context, e)) die(e);
     cJSON_AddBoolToObject(out, "supported", ok);
     if (ok) {
@@ -78,7 +108,7 @@ static bool add_model(cJSON *out, const char *dir, int context, Error *e) {
                  "head_size", json_number(m->head_dim), "experts", json_number(m->n_experts), "experts_per_token",
                  json_number(m->top_k), "vocabulary", json_number(m->vocab), "context", json_number(m->context), NULL);
         const char *chat = s.has_chat ? s.chat.name : "none: its text is continued raw";
-        if (s.tokenizer) cJSON_AddStringToObject(out, "chat_format", chat); /* a repository's outline has none */
+        if (s.tokenizer) cJSON_AddStringToObject(out, "chat_format", chat); /* none is fetched from the hub */
         add_weights(out, &s.checkpoint.tensors, m);
         add_memory(out, m, context ? context : m->context);
     }
@@ -99,14 +129,14 @@ static void print_facts(const cJSON *facts) {
 
 static int run_inspect(const char *model) {
     Error e;
-    uint64_t to_fetch;
     LocalText dir = model_find(model, &e);
     /* the hub is contacted only for an ORG/NAME that is not completely here */
     bool far = strchr(model, '/') && !strchr("/.~", *model);
     if (dir) far &= strcmp(dir, model) && !model_entry(dir).complete;
     if (!far && !dir) die(&e);
     cJSON *out = json_object("name", json_word(model), NULL);
-    bool ok = add_model(out, far ? outline_open(model, &to_fetch) : dir, given.context, &e);
+    const uint64_t to_fetch = far ? hub_list(model) : 0;
+    bool ok = add_model(out, far ? model : dir, far, given.context, &e);
     if (far) cJSON_AddNumberToObject(out, "bytes_to_download", (double)to_fetch);
     if (!far) cJSON_AddBoolToObject(out, "complete", model_entry(dir).complete);
     if (!ok) cJSON_AddStringToObject(out, "problem", e.text);

@@ -201,7 +201,7 @@ static inline void trace_golden(const char *fixture, Trace *t, Ids *ids, Checkpo
     Error e;
     Tensors golden;
     snprintf(path, sizeof path, "tests/fixtures/%s/golden.safetensors", fixture);
-    must(tensors_open(&golden, path, &e), &e);
+    must(tensors_open(&golden, NULL, path, &e), &e);
     *strrchr(path, '/') = 0;
     must(checkpoint_open(c, path, &e), &e);
     for (int i = 0; i < golden.n; i++) {

@@ -86,7 +86,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     Error e = {0};
     Tensors t;
     assert(!ftruncate(fd, 0) && pwrite(fd, data, n, 0) == (ssize_t)n);
-    bool ok = tensors_open(&t, path, &e);
+    bool ok = tensors_open(&t, NULL, path, &e);
     assert(ok || (e.code == BAD_MODEL && *e.text));
     if (!ok) return 0;
     for (int i = 0; i < t.n; i++) {

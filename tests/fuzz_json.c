@@ -105,7 +105,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     if (ok) decode_all(&c.model), checkpoint_close(&c);
     if (!index) return 0;
     write_file(file[0], data, n);
-    ok = tensors_open(&t, shards, &e);
+    ok = tensors_open(&t, NULL, shards, &e);
     assert(ok || (e.code == BAD_MODEL && *e.text));
     for (int i = 0; ok && i < t.n; i++) assert(tensors_find(&t, t.tensor[i].name) == t.tensor + i);
     if (ok) tensors_close(&t);
