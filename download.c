@@ -22,7 +22,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <fnmatch.h>
-#include <ftw.h>
 #include <math.h>
 #include <openssl/evp.h>
 #include <pthread.h>
@@ -270,6 +269,31 @@ char *model_find(const char *argument, Error *e) {
     return NULL;
 }
 
+char *hub_find(const char *argument, char **locks, Error *e) {
+    LocalText cache = hub_cache();
+    LocalText named = hub_folder(argument);
+    const size_t n = strlen(cache);
+    const bool repository = repository_valid(argument), here = repository && !access(named, F_OK);
+    LocalText path = here ? text_print("%s", named) : model_find(argument, e); /* as for every command */
+    if (!path && repository) return NULL;
+    if (path && strcmp(path, argument) && strchr(argument, '@'))
+        return fail(e, USAGE, "infer rm removes all revisions of a model: name it without @"), NULL;
+    if (!path || strncmp(path, cache, n) || !is_like(path + n, "^/models--[^/]") || strstr(path + n, "/.."))
+        return fail(e, USAGE, "'%.99s' is not in the hub's cache, %s; infer rm removes nothing else",
+                    path ? path : argument, cache),
+               NULL;
+    LocalText folder = copy_text(path, n + 1 + strcspn(path + n + 1, "/"));
+    LocalText name = text_print("%s", folder + n + strlen("/models--"));
+    const char *inside = strncmp(argument, cache, n) ? "" : argument + strlen(folder);
+    char *dashes = strstr(name, "--");
+    if (dashes) *dashes = '/', memmove(dashes + 1, dashes + 2, strlen(dashes + 1));
+    const bool file = file_exists(path) && !strcasestr(name, argument); /* not the repository */
+    if (file || !is_like(inside, "^(/snapshots/[^/]+)?/*$"))
+        return fail(e, USAGE, "%s is a part of %s: infer rm %s removes all of it", path, name, name), NULL;
+    *locks = text_print("%s/.locks%s", cache, folder + n);
+    return text_print("%s", folder);
+}
+
 /* ---- messages, and the end ---- */
 
 static void clear(void) {
@@ -292,22 +316,6 @@ static uint64_t bytes_here(void) {
     uint64_t sum = 0;
     for (int i = 0; i < hub.files; i++) sum += hub.file[i].done;
     return sum;
-}
-
-/* Removes a file or an empty folder. Stops at a lock that a process holds. */
-static int remove_one(const char *path, const struct stat *st, int type, struct FTW *ftw) {
-    const int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
-    int fd = type == FTW_F && is_like(path, "[.]lock$") ? open(path, flags) : -1;
-    bool held = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB);
-    if (fd >= 0) close(fd);
-    if (held) return !fail(&error, FAILED, "another process is downloading this model: end that first");
-    return remove(path) && !fail(&error, NO_NETWORK, "%.*s: %m; make this folder writable", ftw->base - 1, path);
-}
-
-/* Removes a folder, if it is there, with all its content. It does not follow links. */
-static bool folder_remove(const char *path) {
-    const int failed = nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS); /* above 0: remove_one() said why */
-    return !failed || (failed < 0 && (errno == ENOENT || fail(&error, NO_NETWORK, "%s: %m", path)));
 }
 
 /* Ends the process with this thread's error, whatever other threads do, so that only the first one prints its line. */
@@ -366,8 +374,7 @@ __attribute__((noreturn)) static void disk_fails(const char *path) {
     bool full = errno == ENOSPC || errno == EDQUOT, denied = errno == EACCES || errno == EROFS || errno == EPERM;
     int code = full ? NO_ROOM : denied ? NO_NETWORK : FAILED;
     give_up(code, "%s: %s; %s", path, strerror(errno),
-            full ? "free some space: the same command goes on"
-                 : "HF_HOME or HF_HUB_CACHE chooses another place");
+            full ? "free some space: the same command goes on" : "HF_HOME or HF_HUB_CACHE chooses another place");
 }
 
 /* Makes the folders of `path` up to its last slash. Inside the cache none may be a link, which could lead out of it. */
@@ -816,34 +823,6 @@ const char *hub_fetch(const char *repository, bool (*runs)(const char *, Error *
 
 bool hub_repository(const char *argument) { return repository_valid(argument); }
 
-/* ---- commands ---- */
-
-static int run_rm(const char *model) {
-    hub.cache = hub_cache(), hub.folder = hub_folder(model);
-    size_t n = strlen(hub.cache);
-    bool repository = repository_valid(model), here = repository && !access(hub.folder, F_OK);
-    LocalText path = here ? text_print("%s", hub.folder) : model_find(model, &error); /* as for every command */
-    if (!path && repository) end();
-    if (path && strcmp(path, model) && strchr(model, '@'))
-        give_up(USAGE, "infer rm removes all revisions of a model: name it without @");
-    if (!path || strncmp(path, hub.cache, n) || !is_like(path + n, "^/models--[^/]") || strstr(path + n, "/.."))
-        give_up(USAGE, "'%.99s' is not in the hub's cache, %s; infer rm removes nothing else", path ? path : model,
-                hub.cache);
-    LocalText folder = copy_text(path, n + 1 + strcspn(path + n + 1, "/"));
-    LocalText locks = text_print("%s/.locks%s", hub.cache, folder + n);
-    const char *inside = strncmp(model, hub.cache, n) ? "" : model + strlen(folder);
-    LocalText name = text_print("%s", folder + n + strlen("/models--"));
-    char *dashes = strstr(name, "--");
-    if (dashes) *dashes = '/', memmove(dashes + 1, dashes + 2, strlen(dashes + 1));
-    const bool file = file_exists(path) && !strcasestr(name, model); /* not the repository */
-    if (file || !is_like(inside, "^(/snapshots/[^/]+)?/*$"))
-        give_up(USAGE, "%s is a part of %s: infer rm %s removes all of it", path, name, name);
-    if (!folder_remove(locks)) end();
-    fprintf(stderr, "removing %s\n", folder); /* MODEL may be a part of its name */
-    if (!folder_remove(folder)) end();
-    return DONE;
-}
-
 const Option download_options[] = {
     {0, "include", "G", TEXTS, &given.include, .most = MOST_VALUES,
      .help = "fetch files that match the pattern, instead of the usual ones; can be repeated"},
@@ -855,7 +834,6 @@ const Option download_options[] = {
              "$HF_HOME/token. It is sent to the hub only"},
     {0, "jobs", "N", WHOLE, &given.jobs, 1, MAX_JOBS, "8", "files at once"},
     {0}};
-const Command rm = {"rm", "MODEL", "remove a model from the hub's cache", {NULL}, run_rm};
 
 uint64_t hub_list(const char *repository) {
     uint64_t to_fetch = 0;

@@ -48,25 +48,21 @@ const Format *const formats[] = {&harmony,
 #endif
                                  NULL};
 
-extern const Command play, download, rm, logits, tokenize, detokenize, render, parse;
-extern const Command serve, list, inspect, doctor, bench, explain, perplexity;
+extern const Command play, download, logits, tokenize, detokenize, render, parse;
+extern const Command serve, list, rm, inspect, doctor, bench, explain, perplexity;
 const Command *const commands[] = {&play,
 #ifdef ROOM_serve
                                    &serve,
 #endif
                                    &download,
 #ifdef ROOM_commands
-                                   &list,
-#endif
-                                   &rm,
-#ifdef ROOM_commands
-                                   &inspect,  &doctor,     &bench,
+                                   &list,     &rm,         &inspect, &doctor, &bench,
 #endif
                                    &logits,
 #ifdef ROOM_commands
                                    &explain,  &perplexity,
 #endif
-                                   &tokenize, &detokenize, &render, &parse, NULL};
+                                   &tokenize, &detokenize, &render,  &parse,  NULL};
 
 #ifdef ROOM_terminal
 extern const Terminal libedit_terminal;

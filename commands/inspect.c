@@ -1,11 +1,15 @@
-/* inspect.c: the commands that describe models: inspect says what one is made of and whether it fits, list which ones
- * are here. */
+/* inspect.c: what models there are: inspect says what one is made of and whether it fits, list which ones are here, rm
+ * removes one. */
 #include "host.h"
 
 #include <endian.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <ftw.h>
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -86,7 +90,8 @@ static bool hub_files(Tensors *t, const char *path, Error *e) {
         n = le64toh(n); /* if it is wrong, tensors_open() says so */
         if (n <= MOST_HEAD && n + sizeof n <= size) hub_head(f->name + strlen(path) + 1, n + sizeof n, &head);
         if (size) f->fd = memfd_create("head", MFD_CLOEXEC);
-        if (size && (f->fd < 0 || ftruncate(f->fd, (off_t)size) || pwrite(f->fd, head.data, head.n, 0) < (ssize_t)head.n))
+        if (size &&
+            (f->fd < 0 || ftruncate(f->fd, (off_t)size) || pwrite(f->fd, head.data, head.n, 0) < (ssize_t)head.n))
             return fail(e, NO_ROOM, "%s: there is no memory for its header: %m", f->name);
     }
     return true;
@@ -168,6 +173,37 @@ static int run_list(const char *model) {
     return DONE;
 }
 
+/* ---- rm: removes one ---- */
+
+static Error removing;
+
+/* Removes a file or an empty folder. Stops at a lock that a process holds. */
+static int remove_one(const char *path, const struct stat *st, int type, struct FTW *ftw) {
+    const int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
+    int fd = type == FTW_F && same(strrchr(path, '.'), ".lock") ? open(path, flags) : -1;
+    bool held = fd >= 0 && flock(fd, LOCK_EX | LOCK_NB);
+    if (fd >= 0) close(fd);
+    if (held) return !fail(&removing, FAILED, "another process is downloading this model: end that first");
+    return remove(path) && !fail(&removing, NO_NETWORK, "%.*s: %m; make this folder writable", ftw->base - 1, path);
+}
+
+/* Removes a folder, if it is there, with all its content. It does not follow links. */
+static void remove_folder(const char *path) {
+    const int failed = nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS); /* above 0: remove_one() said why */
+    if (failed < 0 && errno != ENOENT) fail(&removing, NO_NETWORK, "%s: %m", path);
+    if (removing.code) die(&removing);
+}
+
+static int run_rm(const char *model) {
+    LocalText locks = NULL;
+    LocalText folder = hub_find(model, &locks, &removing);
+    if (!folder) die(&removing);
+    remove_folder(locks);
+    fprintf(stderr, "removing %s\n", folder); /* MODEL may be a part of its name */
+    remove_folder(folder);
+    return DONE;
+}
+
 static const Option json_options[] = {{0, "json", NULL, SWITCH, &given.json, .help = "as JSON"}, {0}};
 static const Option inspect_options[] = {{0, "ctx", "N", WHOLE, &given.context, 1, 1 << 24,
                                           .help = "tokens of context (as many as the model and the memory allow)"},
@@ -178,3 +214,4 @@ const Command inspect = {"inspect",
                          {json_options, inspect_options},
                          run_inspect};
 const Command list = {"list", "", "the models in ./models and the hub's cache", {json_options}, run_list};
+const Command rm = {"rm", "MODEL", "remove a model from the hub's cache", {NULL}, run_rm};

@@ -262,10 +262,10 @@ def test_options_of_all_commands():
         expect("hf_" not in r.err.replace("'hf_...'", ""), f"a secret is shown: {r.err!r}")
     each([("abbreviated", ["download", "org/x", "--token", "hf_secret"], ["no option --token;", "download --help"]),
           ("with =", ["download", "org/x", "--token=hf_secret"], ["no option --token;"]),
-          ("behind", ["download", "org/x", "hf_secret"], ["one argument too many"]), ("letter", ["rm", "-xhf_secret"], ["no option -x;"]),
-          ("of another command", ["rm", "--gpu", "1"], ["no option --gpu;"]),
+          ("behind", ["download", "org/x", "hf_secret"], ["one argument too many"]), ("letter", ["render", "-xhf_secret"], ["no option -x;"]),
+          ("of another command", ["render", "--gpu", "1"], ["no option --gpu;"]),
           ("one letter, two dashes", ["play", "--p", "x"], ["no option --p;"]),
-          ("two", ["rm", "a", "b"], ["too many", "'b'"]),
+          ("two", ["render", "a", "b"], ["too many", "'b'"]),
           *[("argument", ["list", "x"], ["'x'", "too many"]),
             ("list", ["bench", "-b", "1,x"], ["--streams", "'1,x'"])] * has("commands"),
           ("missing", ["tokenize"], ["MODEL is missing"]), ("switch", ["play", "--raw=1"], ["--raw takes no value"]),
