@@ -207,35 +207,10 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
 
 /* ---- to JSON ---- */
 
-/* With harmony's keys if `number` is negative, else as message `number` of a chat-completions request, which keeps
- * harmony's keys where it has none of its own. */
-static cJSON *message_object(const Message *m, int number) {
-    cJSON *json = cJSON_CreateObject(), *content = json_from_text(m->content.data, m->content.n);
-    bool own = same(m->role, "assistant") && number >= 0, thought = own && message_part(m) == REASONING;
-    bool call = own && begins(m->recipient, functions) && m->recipient[strlen(functions)];
-    bool plain = call || thought || (own && same(m->channel, "final") && !m->recipient);
-    int n = plain ? 1 : number >= 0 && m->id ? HEADER - 1 : WORDS; /* a result with an id needs no more */
-    for (int w = 0; w < n; w++) cJSON_AddStringToObject(json, words[w], m->word[w]); /* NULL adds nothing */
-    if (!call) return json_add(json, thought ? "reasoning_content" : "content", content, NULL);
-    LocalText id = text_print("call_%d", number);
-    cJSON *function = json_object("name", json_word(m->recipient + strlen(functions)), "arguments", content, NULL);
-    cJSON_AddItemToArray(
-        cJSON_AddArrayToObject(json, "tool_calls"),
-        json_object("id", json_word(m->id ? m->id : id), "type", json_word("function"), "function", function, NULL));
-    return json;
-}
-
-cJSON *message_json(const Message *m) { return message_object(m, -1); }
-
-cJSON *conversation_json(const Conversation *c) {
-    const Message system = {.role = (char[]){"system"}, .content = bytes_of(c->instructions)};
-    cJSON *json = c->request ? cJSON_Duplicate(c->request, true) : cJSON_CreateObject();
-    cJSON_AddStringToObject(json, "reasoning_effort", c->effort);
-    cJSON_AddStringToObject(json, "date", c->date ? c->date : "none");
-    cJSON *messages = cJSON_AddArrayToObject(json, "messages");
-    if (c->instructions) cJSON_AddItemToArray(messages, message_object(&system, 0));
-    for (int i = 0; i < c->messages; i++) cJSON_AddItemToArray(messages, message_object(c->message + i, i));
-    return json;
+cJSON *message_json(const Message *m) {
+    cJSON *json = cJSON_CreateObject();
+    for (int w = 0; w < WORDS; w++) cJSON_AddStringToObject(json, words[w], m->word[w]); /* NULL adds nothing */
+    return json_add(json, "content", json_from_text(m->content.data, m->content.n), NULL);
 }
 
 /* ---- prompts ---- */

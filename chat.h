@@ -60,9 +60,7 @@ void conversation_cut(Conversation *c, int keep); /* removes all messages but th
  * (no system message) and keep_analysis (of turns that have ended). USAGE with the field that is wrong. */
 bool conversation_parse(Conversation *c, const cJSON *json, Error *e);
 
-/* As JSON: a message with harmony's keys, a conversation as a chat-completions request. */
-cJSON *message_json(const Message *m);
-cJSON *conversation_json(const Conversation *c);
+cJSON *message_json(const Message *m); /* with harmony's keys */
 /* Appends the conversation as tokens. With `prompt` it ends with the beginning of an answer, which in harmony is
  * <|start|>assistant. Harmony leaves out the reasoning of turns that ended in an answer; other formats do as their
  * templates do. Only the renderer writes control tokens. USAGE, and an unfinished prompt: a name could be read as part

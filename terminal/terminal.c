@@ -1,6 +1,6 @@
 /* terminal.c: the comfort of a terminal: lines wrapped between words, an editor with a history (libedit), and commands
  * that begin with a slash. Without this room play reads lines with getline. */
-#include "host.h"
+#include "terminal.h"
 
 #define Tokenizer EditTokenizer /* libedit has a type of this name, too */
 #include <histedit.h>
@@ -270,6 +270,35 @@ static bool slash_prompt(Play *p, bool whole, Error *e) {
         printf("%s of %s tokens (%.1f%%)\n", COUNT(ids.n), COUNT((uint64_t)p->m.engine.context),
                100 * (double)ids.n / p->m.engine.context);
     return true;
+}
+
+/* Message i of a request. It keeps harmony's keys where chat completions have none of their own. */
+static cJSON *saved_message(const Message *m, int i) {
+    const bool own = same(m->role, "assistant"), thought = own && message_part(m) == REASONING;
+    const size_t begun = own ? begins(m->recipient, "functions.") : 0;
+    const char *function = begun && m->recipient[begun] ? m->recipient + begun : NULL; /* it is called */
+    const bool plain = function || thought || (own && same(m->channel, "final") && !m->recipient);
+    if (!plain && !m->id) return message_json(m);
+    cJSON *json = json_object("role", json_word(m->role), NULL), *text = json_from_text(m->content.data, m->content.n);
+    if (!plain) cJSON_AddStringToObject(json, "tool_call_id", m->id); /* a result with an id needs no more */
+    if (!function) return json_add(json, thought ? "reasoning_content" : "content", text, NULL);
+    LocalText id = text_print("call_%d", i);
+    cJSON *called = json_object("name", json_word(function), "arguments", text, NULL);
+    cJSON_AddItemToArray(
+        cJSON_AddArrayToObject(json, "tool_calls"),
+        json_object("id", json_word(m->id ? m->id : id), "type", json_word("function"), "function", called, NULL));
+    return json;
+}
+
+cJSON *conversation_json(const Conversation *c) {
+    cJSON *json = c->request ? cJSON_Duplicate(c->request, true) : cJSON_CreateObject();
+    json_add(json, "reasoning_effort", json_word(c->effort), "date", json_word(c->date ? c->date : "none"), NULL);
+    cJSON *messages = cJSON_AddArrayToObject(json, "messages");
+    if (c->instructions)
+        cJSON_AddItemToArray(messages,
+                             json_object("role", json_word("system"), "content", json_word(c->instructions), NULL));
+    for (int i = 0; i < c->messages; i++) cJSON_AddItemToArray(messages, saved_message(c->message + i, i));
+    return json;
 }
 
 /* Replaces an existing file only if it is this conversation's, and only when the new one is complete. Links stay. */

@@ -6,6 +6,9 @@
 
 #include "../chat.h"
 #include "parrot.h"
+#ifdef ROOM_terminal
+#include "../terminal/terminal.h"
+#endif
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -169,6 +172,7 @@ static const char *render_problem(const Talker *m, const Conversation *c) {
     return problem;
 }
 
+#ifdef ROOM_terminal
 /* What is wrong with the conversation, saved and loaded. */
 static const char *save_problem(const Talker *m, const Conversation *c) {
     Error e;
@@ -190,6 +194,7 @@ static const char *save_problem(const Talker *m, const Conversation *c) {
     bytes_free(&text);
     return problem;
 }
+#endif
 
 /* What is wrong with how the text is read in another format, or NULL. Read, rendered and read again it must be the
  * same, unless the model spelled out the end of a thought, from which templates cut what stands before it, or wrote
@@ -269,7 +274,9 @@ static const char *reading_problem(const Talker *m, const char *data, size_t n) 
     open_conversation(&c);
     reader_take(&r, &c);
     if (!problem) problem = render_problem(m, &c);
+#ifdef ROOM_terminal
     if (!problem) problem = save_problem(m, &c);
+#endif
     reader_free(&r);
     conversation_free(&c);
     free(tokens);

@@ -36,7 +36,8 @@ import helpers
 ROOT = helpers.TESTS.parent
 # The core's tests in C, and the rooms'; those of encodings/ are of models of families/.
 PARTS = {"unit.c": (), "families.c": ("families",), "encodings.c": ("encodings", "families"), "formats.c": ("formats",),
-         "gpu.c": (), "gpu_families.c": ("families",), "gpu_encodings.c": ("encodings", "families")}
+         "terminal.c": ("terminal",), "gpu.c": (), "gpu_families.c": ("families",),
+         "gpu_encodings.c": ("encodings", "families")}
 QUIET = 10  # seconds without a result until a line says what runs
 # Builds: what make makes, what the first lines call it, and seconds of processor time. They have no object in common.
 BUILDS = {"reference": ([helpers.PLAIN, helpers.BUILD / "reference/unit"], "infer-reference", 13),

@@ -796,31 +796,6 @@ static void calls_are_forced(void) {
     talker_close(&m);
 }
 
-/* A conversation is saved in the shape in which it came, without a word that only harmony has. */
-static void conversations_are_chat_completions(void) {
-    static const char text[] = "{\"model\":\"m\",\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\"}}],"
-                               "\"reasoning_effort\":\"low\",\"date\":\"none\",\"messages\":["
-                               "{\"role\":\"system\",\"content\":\"Be brief.\"},{\"role\":\"user\",\"content\":\"Hi\"},"
-                               "{\"role\":\"assistant\",\"reasoning_content\":\"I call.\"},"
-                               "{\"role\":\"assistant\",\"tool_calls\":[{\"id\":\"a\",\"type\":\"function\","
-                               "\"function\":{\"name\":\"f\",\"arguments\":\"{}\"}}]},"
-                               "{\"role\":\"tool\",\"tool_call_id\":\"a\",\"content\":\"7\"},{\"role\":\"assistant\","
-                               "\"content\":\"Seven.\"}]}";
-    Error e;
-    Conversation c;
-    Bytes saved = {0};
-    cJSON *json = json_parse(text, strlen(text), "test", &e);
-    conversation_init(&c);
-    check(json && conversation_parse(&c, json, &e), "not loaded: %s", e.text);
-    json_append(&saved, conversation_json(&c));
-    cJSON *again = json_parse(saved.data, saved.n, "saved", &e);
-    check(again && cJSON_Compare(json, again, true), "saved as %s", saved.data);
-    cJSON_Delete(json);
-    cJSON_Delete(again);
-    conversation_free(&c);
-    bytes_free(&saved);
-}
-
 /* What cJSON lets pass, and what must pass. */
 static void json_is_strict(void) {
     static const char *const bad[] = {"{} x",
@@ -942,6 +917,9 @@ static void sinks(void) { real_sinks(&reference, F32, 0); }
 #ifdef ROOM_formats
 #include "formats.c"
 #endif
+#ifdef ROOM_terminal
+#include "terminal.c"
+#endif
 
 int main(int argc, char **argv) {
     read_arguments(argv);
@@ -966,7 +944,6 @@ int main(int argc, char **argv) {
     run("unit: what the model writes in others' names is its own", roles_are_not_taken);
     run("unit: answers at random are rendered and read again", readings_are_rendered_and_read_again);
     run("unit: calls can be forced", calls_are_forced);
-    run("unit: a conversation is saved as chat completions", conversations_are_chat_completions);
     run("unit: JSON is strict", json_is_strict);
     run("unit: RoPE's angles equal transformers'", angles_equal_transformers);
     run("unit: gpt-oss is as large as published", sizes_of_gpt_oss);
@@ -978,6 +955,9 @@ int main(int argc, char **argv) {
 #endif
 #ifdef ROOM_formats
     formats_tests();
+#endif
+#ifdef ROOM_terminal
+    terminal_tests();
 #endif
     return failures != 0;
 }
