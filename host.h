@@ -14,21 +14,18 @@
 extern const Backend *const backend;
 
 enum { MOST_VALUES = 64, MOST_STREAMS = 256 };
-typedef struct { /* whole numbers like 1,4,16 */
-    int n, value[MOST_VALUES];
-} Numbers;
 typedef struct { /* texts of an option that may be repeated */
     int n;
     const char *text[MOST_VALUES];
 } Texts;
 
-typedef enum { SWITCH, TEXT, TEXTS, WHOLE, WHOLES, SEED, REAL } Kind;
+typedef enum { SWITCH, TEXT, TEXTS, WHOLE, SEED, REAL } Kind;
 typedef struct {       /* the last of a table has no name */
     char letter;       /* -p, or 0 */
     const char *name;  /* --prompt */
     const char *value; /* its value as the help names it; NULL: a switch */
     Kind kind;
-    void *to;            /* bool, const char *, Texts, int, Numbers, uint64_t or float, by kind */
+    void *to;            /* bool, const char *, Texts, int, uint64_t or float, by kind */
     double least, most;  /* range of a number; TEXTS: at most so many texts */
     const char *initial; /* default value; NULL: what `to` holds */
     const char *help;    /* what it does; a REAL's begins with its range and a colon */
@@ -93,10 +90,11 @@ extern const Container *const containers[];      /* the first that fits counts; 
 const Container *container_at(const char *path); /* safetensors if none fits */
 
 enum { MOST_FILES = 1000 };
-/* Opens the files of a model (container NULL: as container_at() finds it), or one safetensors file (github.com/huggingface/safetensors): 8 bytes of header length, a
- * JSON header that gives every tensor's dtype, shape and data_offsets, then the data without gaps. BAD_MODEL with file,
- * tensor, expected and found. If a file of the Tensors opened last shrinks later, a read of what is gone ends the
- * process with BAD_MODEL and a line that names the path. */
+/* Opens the files of a model (container NULL: as container_at() finds it), or one safetensors file
+ * (github.com/huggingface/safetensors): 8 bytes of header length, a JSON header that gives every tensor's dtype, shape
+ * and data_offsets, then the data without gaps. BAD_MODEL with file, tensor, expected and found. If a file of the
+ * Tensors opened last shrinks later, a read of what is gone ends the process with BAD_MODEL and a line that names the
+ * path. */
 bool tensors_open(Tensors *t, const Container *container, const char *path, Error *e);
 void tensors_close(Tensors *t);
 Tensor *tensors_find(const Tensors *t, const char *name); /* or NULL */
@@ -288,7 +286,7 @@ const char *model_state(const ModelEntry *m, const ModelInfo *info);
 /* The path of the model that a MODEL argument means: a path, ORG/NAME, ORG/NAME@REVISION or a unique part of a name.
  * Free it. NULL: BAD_MODEL, and its text lists the models here. */
 char *model_find(const char *argument, Error *e);
-char *hub_cache(void);                     /* the path of the hub's cache; free it */
+char *hub_cache(void); /* the path of the hub's cache; free it */
 /* For rm: the folder in that cache of the repository that a MODEL argument means, and the one of its locks. Free both.
  * NULL: BAD_MODEL, or USAGE: it lies elsewhere, or is a part of a repository. */
 char *hub_find(const char *argument, char **locks, Error *e);

@@ -895,23 +895,18 @@ bool check_text(const char *what, const char *text, size_t n, Error *e) {
     return valid == n || fail(e, USAGE, "%s is not UTF-8: byte %zu is 0x%02X", what, valid, (unsigned char)text[valid]);
 }
 
-/* Reads the number at *text and moves *text behind it. `given` is the whole value, for the message. */
-static bool read_number(const Option *option, const char **text, const char *given, double *x, Error *e) {
-    bool real = option->kind == REAL, list = option->kind == WHOLES;
+static bool read_number(const Option *option, const char *text, double *x, Error *e) {
+    const bool real = option->kind == REAL;
     char *end;
-    *x = strtod(*text, &end);
-    bool inside = *x >= option->least && *x <= option->most;
-    if (end > *text && (!*end || (list && *end == ',')) && inside && (real || *x == floor(*x)))
-        return *text = end, true;
+    *x = strtod(text, &end);
+    const bool inside = *x >= option->least && *x <= option->most;
+    if (end > text && !*end && inside && (real || *x == floor(*x))) return true;
     LocalText range = real ? copy_text(option->help, strcspn(option->help, ":"))
-                           : text_print("%s from %.0f to %.0f", list ? "whole numbers like 1,4,16," : "a whole number",
-                                        option->least, option->most);
-    return fail(e, USAGE, "--%s must be %s, not '%.40s'", option->name, range, given);
+                           : text_print("a whole number from %.0f to %.0f", option->least, option->most);
+    return fail(e, USAGE, "--%s must be %s, not '%.40s'", option->name, range, text);
 }
 
 bool option_set(const Option *option, const char *text, Error *e) {
-    const char *at = text;
-    Numbers *numbers = option->to;
     Texts *texts = option->to;
     double x = 0;
     if (option->kind == SWITCH) return *(bool *)option->to = true;
@@ -922,13 +917,7 @@ bool option_set(const Option *option, const char *text, Error *e) {
             return fail(e, USAGE, "--%s needs a text, at most %.0f times", option->name, option->most);
         return texts->text[texts->n++] = text, true;
     }
-    if (option->kind == WHOLES) numbers->n = 0;
-    do {
-        if (!read_number(option, &at, text, &x, e)) return false;
-        if (option->kind == WHOLES && numbers->n == MOST_VALUES)
-            return fail(e, USAGE, "--%s takes at most %d numbers", option->name, MOST_VALUES);
-        if (option->kind == WHOLES) numbers->value[numbers->n++] = (int)x;
-    } while (*at++);
+    if (!read_number(option, text, &x, e)) return false;
     if (option->kind == WHOLE) *(int *)option->to = (int)x;
     if (option->kind == SEED) *(uint64_t *)option->to = (uint64_t)x;
     if (option->kind == REAL) *(float *)option->to = x < 1e-30 ? 0 : (float)x;

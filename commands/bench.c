@@ -12,6 +12,11 @@
 
 enum { MOST_REPEATS = 100, MOST_CLIENTS = 1000, MOST_LINE = 1 << 28 /* bytes of a line from a server */ };
 
+enum { MOST_NUMBERS = 64 };
+typedef struct { /* whole numbers like 1,4,16 */
+    const char *text;
+    int n, value[MOST_NUMBERS];
+} Numbers;
 static struct {
     Numbers prompts, depths, streams, clients;
     int tokens, repeats;
@@ -262,8 +267,26 @@ static int bench_server(const char *model, bool json) {
     return DONE;
 }
 
+static void read_numbers(Numbers *to, const char *name, int least, int most) {
+    Error e;
+    for (const char *at = to->text; at;) {
+        char *end;
+        const double x = strtod(at, &end);
+        if (end == at || !strchr(",", *end) || x != floor(x) || x < least || x > most || to->n == MOST_NUMBERS)
+            fail(&e, USAGE, "--%s must be whole numbers like 1,4,16, from %d to %d, at most %d, not '%.40s'", name,
+                 least, most, MOST_NUMBERS, to->text),
+                die(&e);
+        to->value[to->n++] = (int)x;
+        at = *end ? end + 1 : NULL;
+    }
+}
+
 static int run_bench(const char *model) {
     Error e;
+    read_numbers(&given.prompts, "prompts", 1, 1 << 24);
+    read_numbers(&given.depths, "depths", 0, 1 << 24);
+    read_numbers(&given.streams, "streams", 1, MOST_STREAMS);
+    read_numbers(&given.clients, "clients", 1, MOST_CLIENTS);
     static Bench b;
     Session *s = &b.model;
     Limits limits = {0};
@@ -294,20 +317,20 @@ static int run_bench(const char *model) {
 }
 
 static const Option bench_options[] = {
-    {'p', "prompts", "N,...", WHOLES, &given.prompts, 1, 1 << 24, "512,2048",
-     "tokens of a prompt; measured until the first token"},
+    {'p', "prompts", "N,...", TEXT, &given.prompts.text, .initial = "512,2048",
+     .help = "tokens of a prompt; measured until the first token"},
     {'n', "tokens", "N", WHOLE, &given.tokens, 1, 1 << 20, "128", "tokens to generate"},
-    {'d', "depths", "N,...", WHOLES, &given.depths, 0, 1 << 24, "0,8192,32768",
-     "tokens of context in front; they are not computed, as their values do not matter"},
-    {'b', "streams", "N,...", WHOLES, &given.streams, 1, MOST_STREAMS, "1,4,16", "streams at once"},
+    {'d', "depths", "N,...", TEXT, &given.depths.text, .initial = "0,8192,32768",
+     .help = "tokens of context in front; they are not computed, as their values do not matter"},
+    {'b', "streams", "N,...", TEXT, &given.streams.text, .initial = "1,4,16", .help = "streams at once"},
     {'r', "repeats", "N", WHOLE, &given.repeats, 1, MOST_REPEATS, "5", "repeats"},
     {0, "encoding", "NAME", TEXT, &given.encoding,
      .help = "of random weights: fp8, int8, packed4, gptq4, awq4, nvfp4, q8_0, q4_k_m, ... (bf16; gpt-oss's experts "
              "are mxfp4)"},
     {0, "serve", "URL", TEXT, &given.server,
      .help = "measure a server with OpenAI's API instead of this GPU: http://HOST:PORT, without /v1"},
-    {'c', "clients", "N,...", WHOLES, &given.clients, 1, MOST_CLIENTS, "1,8,64,256",
-     "with --serve: clients at once; each sends r requests, one after another"},
+    {'c', "clients", "N,...", TEXT, &given.clients.text, .initial = "1,8,64,256",
+     .help = "with --serve: clients at once; each sends r requests, one after another"},
     {'o', "output", "FORMAT", TEXT, &given.format, .initial = "md", .help = "md, a table, or json"},
     {0}};
 const Command bench = {"bench",
