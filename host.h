@@ -281,8 +281,6 @@ typedef struct {
 Models models_list(void);
 void models_free(Models *list);
 ModelEntry model_entry(const char *path); /* what is here of the model at a path; without name and path */
-/* What a list says of a model: complete, incomplete, not supported. */
-const char *model_state(const ModelEntry *m, const ModelInfo *info);
 /* The path of the model that a MODEL argument means: a path, ORG/NAME, ORG/NAME@REVISION or a unique part of a name.
  * Free it. NULL: BAD_MODEL, and its text lists the models here. */
 char *model_find(const char *argument, Error *e);
@@ -504,6 +502,7 @@ int converse(Play *p);
 bool make_prompt(const Play *p, Ids *ids, Error *e);
 
 typedef struct {                                       /* of terminal/ */
+    int (*choose)(const Models *here);                 /* shows them and asks for one: its number from 1, or 0 */
     int (*loop)(Play *p);                              /* asks for one question after another; the exit code */
     void (*answering)(bool on, bool loop);             /* an answer begins to be written, or has ended */
     void (*leave)(void);                               /* before the process ends inside the loop */

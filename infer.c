@@ -1059,35 +1059,20 @@ static void show_progress(uint64_t done, uint64_t total) {
 
 /* ---- opening a model ---- */
 
-const char *model_state(const ModelEntry *m, const ModelInfo *info) {
-    return !info->known ? "not supported" : m->complete ? "complete" : "incomplete";
-}
-
-/* Takes the only model that is here. If there are several it lists them and asks. */
+/* Takes the only model that is here. If there are several, terminal/ asks. */
 static bool choose_model(Session *s, Error *e) {
     LOCAL(models_free) Models here = models_list();
-    const ModelEntry *list = here.entry;
-    char line[64];
-    int n = here.n, choice = n == 1;
-    bool can_ask = isatty(STDIN_FILENO) && isatty(STDERR_FILENO);
-    if (!n) return fail(e, BAD_MODEL, "no model in ./models or the hub's cache: infer download ORG/NAME fetches one");
-    if (n > 1) fputs("Available models:\n", stderr);
-    for (const ModelEntry *m = list; m < list + n && n > 1; m++) {
-        const ModelInfo info = model_describe(m->path);
-        const char *state = model_state(m, &info);
-        LocalText row = text_print("%3d. %-36s %8s  %s  %s", (int)(m - list) + 1, m->name, SIZE(m->bytes),
-                                   info.encoding, strcmp(state, "complete") ? state : "");
-        put_text(stderr, NULL, "", row);
-    }
-    while (!choice && can_ask) {
-        fprintf(stderr, "Select model (1-%d): ", n);
-        if (!fgets(line, sizeof line, stdin) && fputc('\n', stderr)) break;
-        line[strcspn(line, "\n")] = 0;
-        if (!text_whole(line, 1, n, &choice)) fprintf(stderr, "A number from 1 to %d is needed; Ctrl+C leaves.\n", n);
-    }
-    if (!choice) return fail(e, USAGE, "which of the %d models? infer COMMAND MODEL", n);
-    s->dir = text_print("%s", list[choice - 1].path);
-    s->name = text_print("%s", list[choice - 1].name);
+    LocalBytes names = {0};
+    int choice = here.n == 1;
+    if (!here.n)
+        return fail(e, BAD_MODEL, "no model in ./models or the hub's cache: infer download ORG/NAME fetches one");
+    if (here.n > 1 && terminal) choice = terminal->choose(&here);
+    for (int i = 0; i < here.n && !terminal; i++)
+        bytes_print(&names, names.n ? ", %s" : "; here are %s", here.entry[i].name);
+    if (!choice)
+        return fail(e, USAGE, "which of the %d models? infer COMMAND MODEL%s", here.n, names.n ? names.data : "");
+    s->dir = text_print("%s", here.entry[choice - 1].path);
+    s->name = text_print("%s", here.entry[choice - 1].name);
     return true;
 }
 

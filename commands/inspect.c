@@ -158,12 +158,13 @@ static int run_list(const char *model) {
     cJSON *all = cJSON_CreateArray();
     for (const ModelEntry *m = here.entry; m < here.entry + here.n; m++) {
         const ModelInfo info = model_describe(m->path);
+        const char *state = !info.known ? "not supported" : m->complete ? "complete" : "incomplete";
         cJSON_AddItemToArray(all, json_object("name", json_word(m->name), "family", json_word(info.family), "bytes",
                                               json_number((double)m->bytes), "encoding", json_word(info.encoding),
                                               "supported", cJSON_CreateBool(info.known), "complete",
                                               cJSON_CreateBool(m->complete), "path", json_word(m->path), NULL));
         LocalText row = text_print("%-36s %-10s %8s  %-7s  %-13s  %s", m->name, info.family, SIZE(m->bytes),
-                                   info.encoding, model_state(m, &info), m->path);
+                                   info.encoding, state, m->path);
         LocalBytes shown = {0}; /* a row is a line, whatever the name of a folder holds */
         bytes_shown(&shown, row, strlen(row), false);
         if (!given.json) puts(shown.data);

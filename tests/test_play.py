@@ -1346,6 +1346,7 @@ def home_with_models(folder):
 
 
 def test_model_list_and_selector(folder):
+    needs("terminal")
     home, work = home_with_models(folder)
     with Terminal("play", *GREEDY, cwd=work, HOME=home) as t:
         shown = t.wait("Select model (1-2): ")
