@@ -1346,8 +1346,14 @@ def home_with_models(folder):
 
 
 def test_model_list_and_selector(folder):
-    needs("terminal")
     home, work = home_with_models(folder)
+    if not has("terminal"):  # the models are named, and nothing is asked
+        copy_model(PARROT, work / "models", name="red\x1b[31m")
+        with Terminal("play", cwd=work, HOME=home) as t:
+            same(t.ended(), 2, "exit code of several models")
+            expect(all(name in t.text() for name in ("models/tiny", "org/parrot", "models/red?[31m")), t.text())
+            expect(b"\x1b[31mred" not in t.raw and b"red\x1b" not in t.raw, f"an escape sequence: {t.raw}")
+        return
     with Terminal("play", *GREEDY, cwd=work, HOME=home) as t:
         shown = t.wait("Select model (1-2): ")
         lines = [rf" +{i}\. {name} +774 kB +MXFP4 *\n" for i, name in ((1, "models/tiny"), (2, "org/parrot"))]
