@@ -64,6 +64,13 @@ const Command *const commands[] = {&play,
 #endif
                                    &tokenize, &detokenize, &render,  &parse,  NULL};
 
+#ifdef ROOM_commands
+extern int list_choose(const Models *here);
+int (*const choose)(const Models *here) = list_choose;
+#else
+int (*const choose)(const Models *here) = NULL;
+#endif
+
 #ifdef ROOM_terminal
 extern const Terminal libedit_terminal;
 const Terminal *const terminal = &libedit_terminal;

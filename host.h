@@ -256,15 +256,10 @@ uint64_t linear_bytes(const Linear *w); /* of its weights as encoded and their g
  * only `experts` experts of a layer, and the keys and values that each text attends to. */
 uint64_t step_bytes(const Model *m, double experts, int streams, int depth);
 
-typedef struct {
-    char encoding[16]; /* config.json's, or the type with the most bytes */
-    char family[40];   /* model_type */
-    bool known;        /* infer runs what config.json describes */
-    Error problem;     /* why not */
-} ModelInfo;
-/* What the model at a path is. Its weights are not read, and need not be here. */
-ModelInfo model_describe(const char *path);
-bool model_runs(const char *path, Error *e); /* is it known? */
+/* Reads the config.json of the model at a path, whose weights need not be here; config: what it holds, or NULL, to be
+ * deleted before the checkpoint is closed. False, and so for model_runs(): infer does not run what it describes. */
+bool checkpoint_config(Checkpoint *c, cJSON **config, const char *path, Error *e);
+bool model_runs(const char *path, Error *e);
 
 /* ---- models here and at the hub: download.c, which alone knows the hub's cache ---- */
 
@@ -280,6 +275,8 @@ typedef struct {
 /* All models in ./models and the hub's cache, sorted by name, each name once. */
 Models models_list(void);
 void models_free(Models *list);
+/* Of commands/: shows them and asks for one; its number from 1, or 0. Or NULL; extensions.c */
+extern int (*const choose)(const Models *here);
 ModelEntry model_entry(const char *path); /* what is here of the model at a path; without name and path */
 /* The path of the model that a MODEL argument means: a path, ORG/NAME, ORG/NAME@REVISION or a unique part of a name.
  * Free it. NULL: BAD_MODEL, and its text lists the models here. */
@@ -502,7 +499,6 @@ int converse(Play *p);
 bool make_prompt(const Play *p, Ids *ids, Error *e);
 
 typedef struct {                                       /* of terminal/ */
-    int (*choose)(const Models *here);                 /* shows them and asks for one: its number from 1, or 0 */
     int (*loop)(Play *p);                              /* asks for one question after another; the exit code */
     void (*answering)(bool on, bool loop);             /* an answer begins to be written, or has ended */
     void (*leave)(void);                               /* before the process ends inside the loop */

@@ -11,7 +11,6 @@
  * that need no GPU never touch one. What a command opens is static: it goes with the process. */
 #include "host.h"
 
-#include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <locale.h>
@@ -808,32 +807,20 @@ uint64_t step_bytes(const Model *m, double experts, int streams, int depth) {
     return (uint64_t)sum;
 }
 
-/* ---- what a model is, without its weights ---- */
-
-ModelInfo model_describe(const char *path) {
-    ModelInfo m = {0};
-    LOCAL(checkpoint_close) Checkpoint c = {0};
-    LOCAL(close_config) Loader load = {.c = &c, .e = &m.problem};
-    size_t bytes[MAX_TYPES + 1] = {0}, most = 0; /* by type; the first: none */
-    m.known = open_config(&load, path) || (load.container->in_files && !model_entry(path).complete);
-    const char *family = json_string(load.file, "model_type");
-    const char *encoding = json_string(json_get(load.file, "quantization_config"), "quant_method");
-    if (!encoding) encoding = json_string(load.file, "dtype");
-    if (!encoding) encoding = json_string(load.file, "torch_dtype"); /* its older name */
-    for (const Tensor *one = c.tensors.tensor; one < c.tensors.tensor + c.tensors.n; one++) {
-        size_t *sum = bytes + 1 + type_of(one);
-        if ((*sum += one->size) > most) most = *sum, encoding = one->dtype;
-    }
-    snprintf(m.family, sizeof m.family, "%s", family ? family : "");
-    snprintf(m.encoding, sizeof m.encoding, "%s", encoding ? encoding : "");
-    for (char *text = m.encoding; *text; text++) *text = (char)toupper((unsigned char)*text);
-    return m;
+bool checkpoint_config(Checkpoint *c, cJSON **config, const char *path, Error *e) {
+    Loader load = {.c = c, .e = e};
+    *c = (Checkpoint){0};
+    *e = (Error){0};
+    const bool known = open_config(&load, path) || (load.container->in_files && !model_entry(path).complete);
+    free(load.path);
+    *config = load.file;
+    return known;
 }
 
 bool model_runs(const char *path, Error *e) {
-    const ModelInfo m = model_describe(path);
-    *e = m.problem;
-    return m.known;
+    LOCAL(checkpoint_close) Checkpoint c = {0};
+    LocalJson config = NULL;
+    return checkpoint_config(&c, &config, path, e);
 }
 
 /* ---- options: each command has tables of its own ---- */
@@ -1059,15 +1046,15 @@ static void show_progress(uint64_t done, uint64_t total) {
 
 /* ---- opening a model ---- */
 
-/* Takes the only model that is here. If there are several, terminal/ asks. */
+/* Takes the only model that is here. If there are several, commands/ asks. */
 static bool choose_model(Session *s, Error *e) {
     LOCAL(models_free) Models here = models_list();
     LocalBytes names = {0};
     int choice = here.n == 1;
     if (!here.n)
         return fail(e, BAD_MODEL, "no model in ./models or the hub's cache: infer download ORG/NAME fetches one");
-    if (here.n > 1 && terminal) choice = terminal->choose(&here);
-    for (int i = 0; i < here.n && !terminal; i++)
+    if (here.n > 1 && choose) choice = choose(&here);
+    for (int i = 0; i < here.n && !choose; i++)
         bytes_print(&names, names.n ? ", %s" : "; here are %s", here.entry[i].name);
     if (!choice)
         return fail(e, USAGE, "which of the %d models? infer COMMAND MODEL%s", here.n, names.n ? names.data : "");

@@ -2,6 +2,7 @@
  * removes one. */
 #include "host.h"
 
+#include <ctype.h>
 #include <endian.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -153,11 +154,38 @@ static int run_inspect(const char *model) {
 
 /* ---- list: which models are here? ---- */
 
+typedef struct {
+    char encoding[16]; /* config.json's, or the type with the most bytes */
+    char family[40];   /* model_type */
+    bool known;        /* infer runs it */
+} Info;
+
+/* What the model at a path is. Its weights are not read, and need not be here. */
+static Info describe(const char *path) {
+    LOCAL(checkpoint_close) Checkpoint c = {0};
+    LocalJson config = NULL;
+    Error e;
+    size_t bytes[MAX_TYPES + 1] = {0}, most = 0; /* by type; the first: none */
+    Info m = {.known = checkpoint_config(&c, &config, path, &e)};
+    const char *family = json_string(config, "model_type");
+    const char *encoding = json_string(json_get(config, "quantization_config"), "quant_method");
+    if (!encoding) encoding = json_string(config, "dtype");
+    if (!encoding) encoding = json_string(config, "torch_dtype"); /* its older name */
+    for (const Tensor *one = c.tensors.tensor; one < c.tensors.tensor + c.tensors.n; one++) {
+        size_t *sum = bytes + 1 + type_of(one);
+        if ((*sum += one->size) > most) most = *sum, encoding = one->dtype;
+    }
+    snprintf(m.family, sizeof m.family, "%s", family ? family : "");
+    snprintf(m.encoding, sizeof m.encoding, "%s", encoding ? encoding : "");
+    for (char *text = m.encoding; *text; text++) *text = (char)toupper((unsigned char)*text);
+    return m;
+}
+
 static int run_list(const char *model) {
     LOCAL(models_free) Models here = models_list();
     cJSON *all = cJSON_CreateArray();
     for (const ModelEntry *m = here.entry; m < here.entry + here.n; m++) {
-        const ModelInfo info = model_describe(m->path);
+        const Info info = describe(m->path);
         const char *state = !info.known ? "not supported" : m->complete ? "complete" : "incomplete";
         cJSON_AddItemToArray(all, json_object("name", json_word(m->name), "family", json_word(info.family), "bytes",
                                               json_number((double)m->bytes), "encoding", json_word(info.encoding),
@@ -172,6 +200,27 @@ static int run_list(const char *model) {
     if (!here.n) fputs("no model is here; infer download ORG/NAME fetches one\n", stderr);
     json_print(all, given.json);
     return DONE;
+}
+
+int list_choose(const Models *here) {
+    char line[64];
+    int choice = 0;
+    fputs("Available models:\n", stderr);
+    for (const ModelEntry *m = here->entry; m < here->entry + here->n; m++) {
+        const Info info = describe(m->path);
+        const char *problem = !info.known ? "not supported" : m->complete ? "" : "incomplete";
+        LocalText row = text_print("%3d. %-36s %8s  %s  %s", (int)(m - here->entry) + 1, m->name, SIZE(m->bytes),
+                                   info.encoding, problem);
+        put_text(stderr, NULL, "", row);
+    }
+    while (!choice && isatty(STDIN_FILENO) && isatty(STDERR_FILENO)) {
+        fprintf(stderr, "Select model (1-%d): ", here->n);
+        if (!fgets(line, sizeof line, stdin) && fputc('\n', stderr)) break;
+        line[strcspn(line, "\n")] = 0;
+        if (!text_whole(line, 1, here->n, &choice))
+            fprintf(stderr, "A number from 1 to %d is needed; Ctrl+C leaves.\n", here->n);
+    }
+    return choice;
 }
 
 /* ---- rm: removes one ---- */

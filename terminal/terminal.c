@@ -405,29 +405,6 @@ static bool run_slash(Play *p, char *line, Error *e) {
     return true;
 }
 
-/* ---- opening a model ---- */
-
-static int choose(const Models *here) {
-    char line[64];
-    int choice = 0;
-    fputs("Available models:\n", stderr);
-    for (const ModelEntry *m = here->entry; m < here->entry + here->n; m++) {
-        const ModelInfo info = model_describe(m->path);
-        const char *problem = !info.known ? "not supported" : m->complete ? "" : "incomplete";
-        LocalText row = text_print("%3d. %-36s %8s  %s  %s", (int)(m - here->entry) + 1, m->name, SIZE(m->bytes),
-                                   info.encoding, problem);
-        put_text(stderr, NULL, "", row);
-    }
-    while (!choice && isatty(STDIN_FILENO) && isatty(STDERR_FILENO)) {
-        fprintf(stderr, "Select model (1-%d): ", here->n);
-        if (!fgets(line, sizeof line, stdin) && fputc('\n', stderr)) break;
-        line[strcspn(line, "\n")] = 0;
-        if (!text_whole(line, 1, here->n, &choice))
-            fprintf(stderr, "A number from 1 to %d is needed; Ctrl+C leaves.\n", here->n);
-    }
-    return choice;
-}
-
 static void leave(void) { put_escape(stdout, BRACKETS_OFF); }
 
 static int play_loop(Play *p) {
@@ -454,4 +431,4 @@ static int play_loop(Play *p) {
     return DONE;
 }
 
-const Terminal libedit_terminal = {choose, play_loop, set_answering, leave, wrap};
+const Terminal libedit_terminal = {play_loop, set_answering, leave, wrap};

@@ -1347,7 +1347,7 @@ def home_with_models(folder):
 
 def test_model_list_and_selector(folder):
     home, work = home_with_models(folder)
-    if not has("terminal"):  # the models are named, and nothing is asked
+    if not has("commands"):  # the models are named, and nothing is asked
         copy_model(PARROT, work / "models", name="red\x1b[31m")
         with Terminal("play", cwd=work, HOME=home) as t:
             same(t.ended(), 2, "exit code of several models")
@@ -1413,7 +1413,9 @@ def test_models_are_found(folder):
     expect("broken" not in r.err, f"a snapshot without files is listed: {r.err!r}")
     copy_model(FIXTURES / "odd", work / "models", name="half")  # has no tokenizer.json
     lines = infer("play", "-p", "x", cwd=work, env={"HOME": home}, code=2).err.splitlines()
-    same([line.split()[1] for line in lines if line.endswith("incomplete")], ["models/half"], "incomplete models")
+    if has("commands"):
+        same([line.split()[1] for line in lines if line.endswith("incomplete")], ["models/half"], "incomplete models")
+    expect(any("models/half" in line for line in lines), "an incomplete model is not listed")
     same(infer("play", "-p", "Hello!", *GREEDY, cwd=folder, env={"HOME": folder, "HF_HOME": elsewhere}).text,
          HELLO["answer"] + "\n", "the only model there is")
 
