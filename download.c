@@ -86,8 +86,7 @@ static bool is_like(const char *text, const char *pattern) {
     return text && !regexec(&regex, text, 0, NULL, 0);
 }
 
-/* Is it ORG/NAME? */
-static bool repository_valid(const char *name) {
+bool hub_repository(const char *name) {
     return strlen(name) <= 96 && !strstr(name, "--") && !strstr(name, "..") &&
            is_like(name, "^[a-zA-Z0-9_]([a-zA-Z0-9_.-]*[a-zA-Z0-9_])?(/[a-zA-Z0-9_]([a-zA-Z0-9_.-]*[a-zA-Z0-9_])?)?$");
 }
@@ -273,7 +272,7 @@ char *hub_find(const char *argument, char **locks, Error *e) {
     LocalText cache = hub_cache();
     LocalText named = hub_folder(argument);
     const size_t n = strlen(cache);
-    const bool repository = repository_valid(argument), here = repository && !access(named, F_OK);
+    const bool repository = hub_repository(argument), here = repository && !access(named, F_OK);
     LocalText path = here ? text_print("%s", named) : model_find(argument, e); /* as for every command */
     if (!path && repository) return NULL;
     if (path && strcmp(path, argument) && strchr(argument, '@'))
@@ -757,7 +756,7 @@ static bool hub_open(const char *repository) {
     if (!find_token()) return false;
     hub.name = copy_text(repository, (size_t)(at - repository));
     hub.revision = text_print("%s", *at ? at + 1 : "main");
-    if (!repository_valid(hub.name))
+    if (!hub_repository(hub.name))
         return fail(&error, USAGE, "'%.200s' is no repository at %s: ORG/NAME is needed", repository, hub.endpoint);
     hub.cache = hub_cache(), hub.folder = hub_folder(hub.name);
     return name_valid(hub.revision) || fail(&error, USAGE, "'%.100s' is no revision", hub.revision);
@@ -820,8 +819,6 @@ const char *hub_fetch(const char *repository, bool (*runs)(const char *, Error *
     pthread_sigmask(SIG_UNBLOCK, &hub.interrupt, NULL);
     return hub.snapshot;
 }
-
-bool hub_repository(const char *argument) { return repository_valid(argument); }
 
 const Option download_options[] = {
     {0, "include", "G", TEXTS, &given.include, .most = MOST_VALUES,

@@ -285,7 +285,7 @@ char *hub_cache(void); /* the path of the hub's cache; free it */
 /* For rm: the folder in that cache of the repository that a MODEL argument means, and the one of its locks. Free both.
  * NULL: BAD_MODEL, or USAGE: it lies elsewhere, or is a part of a repository. */
 char *hub_find(const char *argument, char **locks, Error *e);
-bool hub_repository(const char *argument); /* may it be an ORG/NAME at the hub? */
+bool hub_repository(const char *name); /* may it be an ORG/NAME at the hub? */
 /* Downloads what is missing of ORG/NAME[@REVISION] and returns the path of its folder. Ends the process if that fails,
  * or, after config.json, if `runs` says that infer cannot run it (unless --all is given). */
 const char *hub_fetch(const char *repository, bool (*runs)(const char *path, Error *e));
