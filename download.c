@@ -115,8 +115,7 @@ char *hub_cache(void) {
     return cache ? text_print("%s", cache) : hub_file("hub");
 }
 
-/* models--ORG--NAME in the cache, for ORG/NAME or ORG/NAME@REVISION. */
-static char *hub_folder(const char *repository) {
+char *hub_folder(const char *repository) {
     const int n = (int)strcspn(repository, "@"), org = (int)strcspn(repository, "/@");
     LocalText cache = hub_cache();
     if (org == n) return text_print("%s/models--%.*s", cache, n, repository);
@@ -268,29 +267,16 @@ char *model_find(const char *argument, Error *e) {
     return NULL;
 }
 
-char *hub_find(const char *argument, char **locks, Error *e) {
+char *hub_owner(const char *path, char **folder, char **locks, bool *part) {
     LocalText cache = hub_cache();
-    LocalText named = hub_folder(argument);
     const size_t n = strlen(cache);
-    const bool repository = hub_repository(argument), here = repository && !access(named, F_OK);
-    LocalText path = here ? text_print("%s", named) : model_find(argument, e); /* as for every command */
-    if (!path && repository) return NULL;
-    if (path && strcmp(path, argument) && strchr(argument, '@'))
-        return fail(e, USAGE, "infer rm removes all revisions of a model: name it without @"), NULL;
-    if (!path || strncmp(path, cache, n) || !is_like(path + n, "^/models--[^/]") || strstr(path + n, "/.."))
-        return fail(e, USAGE, "'%.99s' is not in the hub's cache, %s; infer rm removes nothing else",
-                    path ? path : argument, cache),
-               NULL;
-    LocalText folder = copy_text(path, n + 1 + strcspn(path + n + 1, "/"));
-    LocalText name = text_print("%s", folder + n + strlen("/models--"));
-    const char *inside = strncmp(argument, cache, n) ? "" : argument + strlen(folder);
-    char *dashes = strstr(name, "--");
+    if (strncmp(path, cache, n) || !is_like(path + n, "^/models--[^/]") || strstr(path + n, "/..")) return NULL;
+    *folder = copy_text(path, n + 1 + strcspn(path + n + 1, "/"));
+    *locks = text_print("%s/.locks%s", cache, *folder + n);
+    *part = !is_like(path + strlen(*folder), "^(/snapshots/[^/]+)?/*$");
+    char *name = text_print("%s", *folder + n + strlen("/models--")), *dashes = strstr(name, "--");
     if (dashes) *dashes = '/', memmove(dashes + 1, dashes + 2, strlen(dashes + 1));
-    const bool file = file_exists(path) && !strcasestr(name, argument); /* not the repository */
-    if (file || !is_like(inside, "^(/snapshots/[^/]+)?/*$"))
-        return fail(e, USAGE, "%s is a part of %s: infer rm %s removes all of it", path, name, name), NULL;
-    *locks = text_print("%s/.locks%s", cache, folder + n);
-    return text_print("%s", folder);
+    return name;
 }
 
 /* ---- messages, and the end ---- */

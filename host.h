@@ -281,10 +281,11 @@ ModelEntry model_entry(const char *path); /* what is here of the model at a path
 /* The path of the model that a MODEL argument means: a path, ORG/NAME, ORG/NAME@REVISION or a unique part of a name.
  * Free it. NULL: BAD_MODEL, and its text lists the models here. */
 char *model_find(const char *argument, Error *e);
-char *hub_cache(void); /* the path of the hub's cache; free it */
-/* For rm: the folder in that cache of the repository that a MODEL argument means, and the one of its locks. Free both.
- * NULL: BAD_MODEL, or USAGE: it lies elsewhere, or is a part of a repository. */
-char *hub_find(const char *argument, char **locks, Error *e);
+char *hub_cache(void);                    /* the path of the hub's cache; free it */
+char *hub_folder(const char *repository); /* of ORG/NAME or ORG/NAME@REVISION in it; free it */
+/* The ORG/NAME of the repository whose folder in the cache a path lies in; the folder; that of its locks; is it only a
+ * part of a snapshot? Free all three. NULL: it lies elsewhere. */
+char *hub_owner(const char *path, char **folder, char **locks, bool *part);
 bool hub_repository(const char *name); /* may it be an ORG/NAME at the hub? */
 /* Downloads what is missing of ORG/NAME[@REVISION] and returns the path of its folder. Ends the process if that fails,
  * or, after config.json, if `runs` says that infer cannot run it (unless --all is given). */
