@@ -7,13 +7,19 @@
 #include "random.h"
 
 #include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/param.h>
 #include <unistd.h>
 
-enum { POOLS = 64, FIRST_BLOCKS = 1 << 16 /* a matrix begins at one of them */, PATTERN = 8 << 20 /* bytes */ };
+enum {
+    POOLS = 64,
+    FIRST_BLOCKS = 1 << 16 /* a matrix begins at one of them */,
+    PART = 1 << 20 /* bytes filled at once */
+};
 #define POOL_SIZE ((size_t)1 << 36) /* most bytes of a pool: where it begins in the file is known before its size */
 
 typedef struct {
@@ -69,22 +75,39 @@ static float rms_of(Type type) {
     return made.rms[type];
 }
 
-/* Fills a pool up to the end of its tensors. It repeats a pattern of an odd number of blocks, so rows are not alike. */
-static bool fill(Pool *p, Error *e) {
-    const size_t block = (size_t)types[p->type].bytes, pattern = (PATTERN / block | 1) * block;
-    const size_t size = p->random ? MIN(pattern, p->used) : block * 4096;
+/* Fills part after part of a pool, whose seed is its number; one thread of several. */
+typedef struct {
+    const Pool *pool;
+    size_t parts;
+    atomic_size_t next;
+    atomic_bool failed;
+} Filling;
+static void *fill_parts(void *data) {
+    Filling *f = data;
+    const size_t block = (size_t)types[f->pool->type].bytes, size = PART / block * block;
     unsigned char *bytes = allocate(size);
-    uint64_t random = 1;
-    for (size_t at = 0; at < size; at += block) make_block(p, bytes + at, &random);
-    while (p->filled < p->used) {
-        const size_t from = p->filled % size, n = MIN(size - from, p->used - p->filled);
-        const ssize_t done =
-            pwrite(made.file, bytes + from, n, (off_t)((size_t)(p - made.pool) * POOL_SIZE + p->filled));
-        if (done <= 0) break;
-        p->filled += (size_t)done;
+    for (size_t part; !f->failed && (part = f->next++) < f->parts;) {
+        uint64_t random = (part + 1) * 0x9E3779B97F4A7C15u;
+        for (size_t at = 0; at < size; at += block) make_block(f->pool, bytes + at, &random);
+        const off_t to = (off_t)((size_t)(f->pool - made.pool) * POOL_SIZE + part * size);
+        if (pwrite(made.file, bytes, size, to) != (ssize_t)size) f->failed = true;
     }
     free(bytes);
-    return p->filled == p->used || fail(e, NO_ROOM, "there is no memory for random weights: %m");
+    return NULL;
+}
+
+/* Fills a pool up to the end of its tensors. */
+static bool fill(Pool *p, Error *e) {
+    enum { THREADS = 16 };
+    const size_t block = (size_t)types[p->type].bytes, size = PART / block * block;
+    Filling f = {.pool = p, .parts = (p->used + size - 1) / size, .next = p->filled / size};
+    pthread_t thread[THREADS];
+    int n = 0;
+    while (n < THREADS && f.parts > 1 && !pthread_create(thread + n, NULL, fill_parts, &f)) n++;
+    fill_parts(&f);
+    while (n > 0) pthread_join(thread[--n], NULL);
+    p->filled = f.parts * size;
+    return !f.failed || fail(e, NO_ROOM, "there is no memory for random weights: %m");
 }
 
 bool random_weights_fill(Error *e) {

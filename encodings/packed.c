@@ -165,7 +165,7 @@ static void bind_grids(Loader *load, const char *name, const Names *how, bool ma
     if (how->zero && (transposed || load->zeros || find_tensor(load, name, how->zero))) {
         w->zero = (Grid){how->zeros, w->scale.rows, w->scale.cols, in_words(w->type) && w->type != AWQ4};
         one->zero = bind_grid(load, name, how->zero, w, w->zero, 0);
-        w->zero_plus_one = in_gptq(w->type) && !json_is(load->quantization, "checkpoint_format", "gptq_v2") &&
+        w->zero_plus_one = in_gptq(w->type) && !made && !json_is(load->quantization, "checkpoint_format", "gptq_v2") &&
                            !json_is(load->quantization, "format", "gptq_v2"); /* its newer name */
     }
     if (how->group && !made) one->group = bind_group(load, name, how->group, w);
