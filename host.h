@@ -122,7 +122,6 @@ void checkpoint_close(Checkpoint *c);
 
 /* ---- reading a model: what families/ and encodings/ use ---- */
 
-typedef struct Loader Loader;
 typedef struct {                          /* a family of models: straight functions, with the helpers below */
     const char *model_type;               /* of config.json */
     void (*read)(Loader *load, Model *m); /* config.json: sizes and formulas */
@@ -490,7 +489,6 @@ typedef struct {
     Conversation talk; /* without a chat format: texts that follow each other */
     uint64_t answers;  /* since the seed was set; answer i, counted from 0, draws with the seed plus i */
     double bandwidth;  /* bytes a second that the model's memory can be read at; 0: unknown */
-    char *file;        /* the conversation was last saved to it or loaded from it */
 } Play;
 extern Settings settings;
 extern volatile sig_atomic_t interrupted; /* Ctrl+C was pressed since the last line was begun */

@@ -251,18 +251,16 @@ static int run_rm(const char *model) {
     LocalText named = hub_folder(model);
     LocalText folder = NULL;
     LocalText locks = NULL;
-    LocalText path =
-        repository && !access(named, F_OK) ? text_print("%s", named) : model_find(model, &removing); /* as everywhere */
+    LocalText path = repository && !access(named, F_OK) ? text_print("%s", named) : model_find(model, &removing);
     LocalText name = path ? hub_owner(path, &folder, &locks, &part) : NULL;
-    if (!path && repository) die(&removing);
     if (path && strcmp(path, model) && strchr(model, '@'))
-        fail(&removing, USAGE, "infer rm removes all revisions of a model: name it without @"), die(&removing);
-    if (!name)
+        fail(&removing, USAGE, "infer rm removes all revisions of a model: name it without @");
+    else if (!name && (path || !repository))
         fail(&removing, USAGE, "'%.99s' is not in the hub's cache, %s; infer rm removes nothing else",
-             path ? path : model, cache),
-            die(&removing);
-    if (part && !strcasestr(name, model)) /* not the repository is meant */
-        fail(&removing, USAGE, "%s is a part of %s: infer rm %s removes all of it", path, name, name), die(&removing);
+             path ? path : model, cache);
+    else if (name && part && !strcasestr(name, model)) /* not the repository is meant */
+        fail(&removing, USAGE, "%s is a part of %s: infer rm %s removes all of it", path, name, name);
+    if (removing.code) die(&removing);
     remove_folder(locks);
     fprintf(stderr, "removing %s\n", folder); /* MODEL may be a part of its name */
     remove_folder(folder);

@@ -1,6 +1,6 @@
 /* terminal.c: the comfort of a terminal: lines wrapped between words, an editor with a history (libedit), and commands
  * that begin with a slash. Without this room play reads lines with getline. */
-#include "terminal.h"
+#include "host.h"
 
 #define Tokenizer EditTokenizer /* libedit has a type of this name, too */
 #include <histedit.h>
@@ -244,6 +244,8 @@ static bool editor_text(Bytes *out) {
 
 /* ---- slash commands ---- */
 
+static char *last_file; /* the conversation was saved to it or loaded from it */
+
 static bool slash_set(Play *p, const char *name, Error *e) {
     const Sampling *s = &settings.sampling;
     size_t n = strcspn(name, " \t");
@@ -290,6 +292,7 @@ static cJSON *saved_message(const Message *m, int i) {
     return json;
 }
 
+/* The conversation as a chat-completions request, as conversation_parse() reads it. */
 cJSON *conversation_json(const Conversation *c) {
     cJSON *json = c->request ? cJSON_Duplicate(c->request, true) : cJSON_CreateObject();
     json_add(json, "reasoning_effort", json_word(c->effort), "date", json_word(c->date ? c->date : "none"), NULL);
@@ -309,7 +312,7 @@ static bool slash_save(Play *p, const char *path, Error *e) {
     LocalText fresh = text_print("%s.%d", file, (int)getpid());
     LocalJson talk = conversation_json(&p->talk);
     json_written(&text, talk);
-    const bool taken = there && (!p->file || strcmp(p->file, path));
+    const bool taken = there && (!last_file || strcmp(last_file, path));
     FILE *f = taken ? NULL : fopen(fresh, "wxe"); /* x: never over a file that is there */
     bool ok = f && fwrite(text.data, 1, text.n, f) == text.n;
     if (taken) errno = EEXIST;
@@ -335,12 +338,12 @@ static bool slash_load(Play *p, const char *path, Error *e) {
 /* /save and /load. Without a name they use the last file; ~ is the home folder, as in a shell. */
 static bool slash_file(Play *p, const char *name, bool save, Error *e) {
     const char *home = environment("HOME");
-    if (!*name && !p->file) return fail(e, USAGE, "a file name is needed");
-    if (!*name) name = p->file;
+    if (!*name && !last_file) return fail(e, USAGE, "a file name is needed");
+    if (!*name) name = last_file;
     const bool tilde = *name == '~' && strchr("/", name[1]) && home;
     LocalText path = text_print("%s%s", tilde ? home : "", name + tilde);
     bool ok = (save ? slash_save : slash_load)(p, path, e);
-    if (ok) conversation_set(&p->file, path);
+    if (ok) conversation_set(&last_file, path);
     return ok;
 }
 

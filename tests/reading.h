@@ -6,9 +6,6 @@
 
 #include "../chat.h"
 #include "parrot.h"
-#ifdef ROOM_terminal
-#include "../terminal/terminal.h"
-#endif
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -173,6 +170,8 @@ static const char *render_problem(const Talker *m, const Conversation *c) {
 }
 
 #ifdef ROOM_terminal
+cJSON *conversation_json(const Conversation *c); /* of terminal/ */
+
 /* What is wrong with the conversation, saved and loaded. */
 static const char *save_problem(const Talker *m, const Conversation *c) {
     Error e;
