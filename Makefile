@@ -180,9 +180,9 @@ docs: lesson-packages ## renders README and the notebooks as they are committed,
 # Three rings: what a learner reads first, the core, everything. Deleting is welcome; whoever needs more raises the ring here.
 LEARNER     = $(wildcard infer.h infer.c tokenizer.c sampling.h infer.cu)
 ROOT        = $(wildcard *.c *.h *.cu *.cuh)
-MAX_LEARNER = 5080
-MAX_ROOT    = 9770
-MAX_LINES   = 16750
+MAX_LEARNER = 4400
+MAX_ROOT    = 8850
+MAX_LINES   = 17800
 MAX_ENTRIES = 35
 count: ## lines of each file
 	@wc -l $(COUNTED) | sort -n
