@@ -183,6 +183,15 @@ template <Type T> struct RingOfX<T, 1> : RowsOfX<T, 1> {
     __device__ void start(int, int, int) {}
 };
 
+/* finish(), and what the next norm needs: y times its weights, and y's sum of squares, which is returned. */
+__device__ inline float finish_and_norm(const FusedProduct &p, const Target &target, float2 norm, size_t out, int r,
+                                        float a, float b) {
+    const float2 y = finish(p, target, out, r, a, b);
+    if (p.finish != ADD || !p.norm) return 0;
+    store_pair_as(p.normed_type, p.normed, out * p.normed_pitch + r, y.x * norm.x, y.y * norm.y);
+    return y.x * y.x + y.y * y.y;
+}
+
 /* The product for few tokens, or choices of an expert. The blocks share the tiles of all jobs evenly; the warps of a
  * block share a tile's columns. Groups of up to 8 TILES tokens read the same
  * weights at about the same time, so all but the first find most of them in L2. If a product with ADD wrote x, x is the
@@ -286,13 +295,7 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W)
             float a = 0, b = 0, square = 0, scale = E::FACTOR;
             if (mine && p.squares) scale *= factor[(p.divide > 1 ? out / p.divide : out) - first_token];
             for (int k = 0; k < W; k++) a += sum[turn % 2][k][at], b += sum[turn % 2][k][at + 4];
-            if (store) {
-                const float2 y = finish(p, target, out, row, a * scale, b * scale);
-                if (p.finish == ADD && p.norm) {
-                    store_pair_as(p.normed_type, p.normed, out * p.normed_pitch + row, y.x * norm.x, y.y * norm.y);
-                    square = y.x * y.x + y.y * y.y;
-                }
-            }
+            if (store) square = finish_and_norm(p, target, norm, out, row, a * scale, b * scale);
             if (p.finish == ADD && p.norm) {
                 for (int o = 4; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o); /* of the tile's 16 rows */
                 if (store && pair == 0) p.next_square[out * tiles + now] = square;
