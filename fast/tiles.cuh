@@ -183,13 +183,12 @@ template <Type T> struct RingOfX<T, 1> : RowsOfX<T, 1> {
     __device__ void start(int, int, int) {}
 };
 
-/* finish(), and what the next norm needs: y times its weights, and y's sum of squares, which is returned. */
-__device__ inline float finish_and_norm(const FusedProduct &p, const Target &target, float2 norm, size_t out, int r,
-                                        float a, float b) {
-    const float2 y = finish(p, target, out, r, a, b);
-    if (p.finish != ADD || !p.norm) return 0;
-    store_pair_as(p.normed_type, p.normed, out * p.normed_pitch + r, y.x * norm.x, y.y * norm.y);
-    return y.x * y.x + y.y * y.y;
+/* A warp stores the experts of a single token, and their weights, for combine. */
+__device__ inline void store_choice(const FusedProduct &p, const int *chosen) {
+    const int lane = threadIdx.x % 32;
+    const float weight = weigh(p.router, 0, chosen[lane]);
+    if (lane < p.router.top_k) p.expert[lane] = chosen[lane], p.weight[lane] = weight;
+    if (lane == 0) *p.experts_read += p.router.top_k;
 }
 
 /* The product for few tokens, or choices of an expert. The blocks share the tiles of all jobs evenly; the warps of a
@@ -241,18 +240,13 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W)
     Stream<T, TILES> stream;
     stream.begin(p.w, weights, warp, W, item < end ? chunks : 0);
     if (!wait_first) wait_previous();
-    if (chooses && !p.early && blockIdx.x == 0 && warp == W - 1) { /* for combine */
-        const float weight = weigh(p.router, 0, chosen[lane]);
-        if (lane < p.router.top_k) p.expert[lane] = chosen[lane], p.weight[lane] = weight;
-        if (lane == 0) *p.experts_read += p.router.top_k;
-    }
+    if (chooses && !p.early && blockIdx.x == 0 && warp == W - 1) store_choice(p, chosen);
     constexpr int HELD = T == MXFP4 ? 1 : TILES >= 3 ? 4 : 8; /* as many as there are registers for */
     WarpSum<HELD> squares[TOKENS / W];                        /* of the group's tokens `warp`, W + warp, ... */
     auto parts = [&](int n) { return p.square + (first_token + n * W + warp) * p.squares; };
     for (int n = 0; n < TOKENS / W; n++)
         if (n * W + warp < tokens) squares[n].load(parts(n), p.squares);
-    /* At the end thread i has two rows of a tile, 2 (i % 8) and the next, for token i / 8. */
-    static_assert(TILES * 64 <= W * 32, "one pair a thread");
+    static_assert(TILES * 64 <= W * 32, "thread i finishes rows 2 (i % 8) and the next, for token i / 8");
     const int token = threadIdx.x / 8, pair = threadIdx.x % 8 * 2;
     extern __shared__ __align__(128) uint8_t shared[];
     RingOfX<T, TILES> x;
@@ -295,7 +289,13 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W)
             float a = 0, b = 0, square = 0, scale = E::FACTOR;
             if (mine && p.squares) scale *= factor[(p.divide > 1 ? out / p.divide : out) - first_token];
             for (int k = 0; k < W; k++) a += sum[turn % 2][k][at], b += sum[turn % 2][k][at + 4];
-            if (store) square = finish_and_norm(p, target, norm, out, row, a * scale, b * scale);
+            if (store) {
+                const float2 y = finish(p, target, out, row, a * scale, b * scale);
+                if (p.finish == ADD && p.norm) {
+                    store_pair_as(p.normed_type, p.normed, out * p.normed_pitch + row, y.x * norm.x, y.y * norm.y);
+                    square = y.x * y.x + y.y * y.y;
+                }
+            }
             if (p.finish == ADD && p.norm) {
                 for (int o = 4; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o); /* of the tile's 16 rows */
                 if (store && pair == 0) p.next_square[out * tiles + now] = square;
