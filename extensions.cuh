@@ -46,7 +46,7 @@ __device__ inline float coded_weight(const Matrix &, size_t, int) { return 0; }
 cudaError_t decode_matrix(const Gpu *, const Matrix &, bf16 *) { return cudaErrorNotSupported; }
 #endif
 
-/* The annex: what it computes in place of the kernels of infer.cu, or nothing. */
+/* The annex. Without it Gpu::fast stays NULL, and only open() and launch_attention_latent() are called. */
 #ifdef ROOM_fast
 #include "fast/fast.cuh"
 #else

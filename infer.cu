@@ -1,19 +1,20 @@
-/* infer.cu: the plain engine: every kernel that gpt-oss needs, one for each step of a transformer block, for any number
+/* infer.cu: the plain engine: every kernel that gpt-oss needs, one for each part of a transformer block, for any number
  * of tokens on any card from sm_80 on. Begin at block(), which calls the kernels. Beside this file: tests/reference.c
  * computes the same by the same names in plain C; card.cuh says what lies on the card; card.cu brings it there and
  * submits steps; extensions.cuh includes the rooms, which have more encodings and attention of other models, and fast/,
- * the annex, which forward() and multiply() ask first.
+ * the annex, to which forward() and multiply() hand over if it is open (Gpu::fast). README.md, "How a token is made",
+ * says where to look for what.
  *
  *   1  small device functions      mma, loads; sums
- *   2  how a lane reads weights    Encoding: decoders of BF16, F16 and MXFP4
+ *   2  how a lane reads weights    Encoding of BF16, F16 and MXFP4, fp4_to_bf16
  *   3  the router's choice         choose (top-k), weigh
  *   4  products                    product, product_f32
  *   5  embedding, norm, experts    embed, norm, route, combine
- *   6  attention                   RoPE, the cache, attention
+ *   6  attention                   page_of, norm_and_rope, sink_factor, attention
  *   7  from logits to a token      adjust, filter, draw
  *   8  launches                    launch, multiply
  *   9  taps                        the stages of a step for tests
- *  10  one step                    extensions.cuh; attend, experts, block, forward
+ *  10  one step                    extensions.cuh; attend, experts, block, forward, head, draw_tokens
  *
  * The residual stream is fp32. Products take bf16 and accumulate fp32 (f16 for F16 weights, fp32 throughout for F32).
  * The cache is bf16. A decode step is a chain of dependent kernels, so each kernel lets the next begin early
@@ -178,15 +179,15 @@ __device__ inline bool last_block(int *arrived, int blocks) {
 
 /* ---- 2 how a lane reads weights ---- */
 
-/* How a lane of a warp reads weights of a type and makes bf16 of them: here of BF16, F16 and MXFP4, in a room of any
- * other type. card.cuh says how they lie on the card. card.cu brings them there: its card_type() says which type a
- * file's type becomes.
+/* How a lane of a warp reads weights of a type and makes bf16 of them. BF16, F16 and MXFP4 are here, other types in
+ * rooms; F32 has product_f32. card.cuh says how they lie on the card. card.cu brings them there: its card_type() says
+ * which type a file's type becomes.
  *
  * Lane 4g + t has sixteen columns of rows g and g + 8 of a chunk of a tile, eight that begin at column(t, 0) and eight
- * that begin at column(t, 1), but where WORDS is 4 the second four of each lie 16 columns after the first. Raw is what
- * it loads; decode() turns eight columns of both rows into bf16 (or f16), divided by FACTOR; eight() reads the same
- * columns of x; multiply() adds the chunk's product with x, and x(n, half) says where a lane finds its columns of the
- * n-th eight tokens.
+ * that begin at column(t, 1); of some types of rooms the second four of each lie 16 columns after the first. Raw is
+ * what it loads; decode() turns eight columns of both rows into bf16 (or f16), divided by FACTOR; eight() reads the
+ * same columns of x; multiply() adds the chunk's product with x, and x(n, half) says where a lane finds its columns of
+ * the n-th eight tokens.
  *
  *   offset()  where a lane's weights of a tile's first chunk lie; those of chunk k lie k * STEP further on
  *   AHEAD     chunks that a lane requests ahead
@@ -389,12 +390,12 @@ struct Product {
     const Job *job; /* or NULL: all tokens, matrix 0 */
     const int *jobs, *order;
     int job_size, max_jobs; /* at most so many choices in a job, and so many jobs */
-    bool early;             /* jobs, or a router's choice, are ready: the previous kernel has waited for them */
+    bool early;             /* the previous kernel has waited for the jobs: they can be read at once */
     int divide;
     Finish finish;
     void *y; /* (tokens or choices, y_pitch) */
     int y_pitch;
-    Type y_type; /* F32, except for ACTIVATE and where a matrix reads the result next */
+    Type y_type; /* F32, or what the next reader wants */
     Act act;
     float act_limit;
 };
@@ -421,7 +422,7 @@ __device__ inline Target target_of(const Product &p, int expert, size_t out, int
     return {pair_at(p.w.bias + (size_t)expert * p.w.rows + r, p.w, r, real && p.w.bias),
             pair_at((const float *)p.y + out * p.y_pitch + r, p.w, r, real && p.finish == ADD)};
 }
-/* Stores both rows, and returns what it stored; ACTIVATE makes one value of both. */
+/* Stores rows r and r + 1, of which ACTIVATE makes one value. Returns both, not rounded, before the activation. */
 __device__ inline float2 finish(const Product &p, const Target &target, size_t out, int r, float a, float b) {
     a += target.bias.x + target.old.x, b += target.bias.y + target.old.y;
     if (p.finish == ACTIVATE) {
@@ -493,8 +494,9 @@ __device__ inline int sum_place(int token, int pair) {
 
 /* The blocks share all items evenly: an item is a tile of 16 rows for a job or, without jobs, for 8 TILES tokens. The
  * warps of a block share a tile's columns. Reading the weights takes most of the time, so a block requests those of its
- * next item before it stores the last results. Without jobs it requests its first ones before it waits. With jobs it
- * waits for them, and only then lets the next kernel begin: that one, a product with `early`, finds the jobs ready. */
+ * next item before it stores the last results. Without jobs, or with `early`, it requests its first ones before
+ * it waits. Else it waits for the jobs, and only then lets the next kernel begin: that one, with `early`, finds them
+ * ready. */
 constexpr int PRODUCT_WARPS = 8;
 template <Type T, int TILES>
 __global__ void __launch_bounds__(PRODUCT_WARPS * 32, TILES == 1 ? Encoding<T>::BLOCKS : 2)
@@ -654,8 +656,9 @@ __global__ void __launch_bounds__(ROUTE_WARPS * 32) route(Work w, Router r, int 
         sort_choices(w, tokens * w.top_k, job_size, counts, counts + w.n_experts);
 }
 
-/* A token's x, plus the weighted results of `top_k` experts (w.down), in the order of choice, or, without weights, the
- * result of attention or a dense layer. With `post` the sum is normed before it is added. */
+/* x += results, and the new row in x. The results in w.down are those of top_k experts, added by weight in the order of
+ * choice. With weights NULL and top_k 1 there is one, of attention or a dense layer. With `post` their sum is normed
+ * before it is added. */
 __device__ inline void add_results(const Work &w, Pairs &x, int top_k, const float *weights, const float *post) {
     Pairs sum = {};
     const int t = blockIdx.x;
@@ -727,9 +730,10 @@ __device__ inline const float2 *cos_sin_of(const Work &w, const DeviceLayer &l, 
 __device__ inline float2 rotated(const float2 &x, const float2 &cos_sin) {
     return {x.x * cos_sin.x - x.y * cos_sin.y, x.y * cos_sin.x + x.x * cos_sin.y};
 }
-/* Norm and RoPE of one head, by a warp; `norm` is NULL unless the model norms queries and keys (q_norm, k_norm); such a
- * model turns whole heads. The two values that turn together are adjacent here: where a file has them half a head
- * apart, the loader reorders the rows. store(i, pair) receives the i-th pair. */
+/* Norm and RoPE of one head, by a warp; `norm` is NULL unless the model norms queries and keys (q_norm, k_norm). It
+ * covers rope_dim dimensions: a model with these norms turns whole heads. The two values that turn together are
+ * adjacent here: where a file has them half a head apart, the loader reorders the rows. store(i, pair) receives the
+ * i-th pair. */
 template <class Store>
 __device__ inline void norm_and_rope(const Work &w, const float2 *cos_sin, const float *head, const float *norm,
                                      Store store) {
@@ -768,8 +772,8 @@ __device__ inline bf16 store_value(const Work &w, const Step &s, const float *ro
     const int p = s.position[t];
     return cache_of(w, page_of(s, s.seq[t], p), 1, head)[value_place(w.head_dim, p, i)] = row[i];
 }
-/* Norm and RoPE of queries and keys, and the cache. One head (blockIdx.y: queries, keys, values) of ROPE_TOKENS tokens,
- * whose values of a dimension lie together. */
+/* Norm and RoPE of queries and keys, and the cache. A block has a head (blockIdx.y: queries, keys, values) of
+ * ROPE_TOKENS tokens. Neighbouring threads store a dimension of neighbouring tokens: so values lie in the cache. */
 constexpr int ROPE_TOKENS = 16, ROPE_WARPS = 4;
 __global__ void __launch_bounds__(ROPE_WARPS * 32) rope(const __grid_constant__ Work w, const __grid_constant__ Step s,
                                                         const __grid_constant__ DeviceLayer l, int tokens) {
@@ -931,7 +935,8 @@ __device__ inline void store_attention(const Work &w, const DeviceLayer &l, int 
         result(partial, b.splits, i / (D / 2), i % (D / 2) * 2);
 }
 
-/* Attention token by token (blockIdx.y: s.query): a block's warps take 16 keys in turn. */
+/* Attention token by token (blockIdx.y: s.query): a block's warps take 16 keys in turn. The sink joins at the end, in
+ * Merged::result(). */
 template <int D>
 __global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2) attention(Work w, Step s, DeviceLayer l, int max_splits) {
     extern __shared__ __align__(16) float states[]; /* (warps, 8, D + 2) */
@@ -1161,7 +1166,7 @@ __global__ void __launch_bounds__(1024) draw(Work w, Step s, bool filtered) {
     mine = atomicExch(&w.best[row], 0);
     int token = mine == ~0ull ? DREW_NAN : draw_id(mine);
     w.drawn[s.slot[seq]] = token;                  /* for the next step */
-    w.result[s.header[1] * w.slots + seq] = token; /* for the host */
+    w.result[s.header[1] * w.slots + seq] = token; /* for the host: cuda_collect() in card.cu */
 }
 
 /* ---- 8 launches ---- */
@@ -1200,7 +1205,7 @@ cudaError_t launch_product(const Gpu *gpu, const Product &p) {
         return launch(gpu, many ? product<type, 4> : product<type, 1>, blocks, PRODUCT_WARPS * 32, 0, p);
     });
 }
-/* Choices of a job, at most: fewer in a step of few tokens, whose jobs are many. */
+/* Choices of a job, at most: what a block of `product` takes or, for heads of latents with fast/, product_tiled. */
 int job_size_of(const Pass *a) { return a->tokens <= MAX_DECODE ? 8 : a->gpu->fast ? 64 : 32; }
 
 /* W times w.normed (x NULL) or times x, for all tokens. */
@@ -1311,13 +1316,13 @@ bool tap_experts(const Pass *a, const DeviceLayer &l, Error *e, Column column = 
 
 /* ---- 10 one step ---- */
 
-/* Attention of a layer, from the results of its first product in w.projected to w.attn. extensions.cuh lists this one
- * and those of rooms, and the sizes of heads that `attention` has instances for: f receives the size as a constant. */
+/* A model's attention, from the results of a layer's first product in w.projected to w.attn: attend() below, or a
+ * room's; extensions.cuh chooses. */
 typedef bool Attend(const Pass *a, const DeviceLayer &l, Error *e);
 Attend attend;
-template <class F> cudaError_t with_head_dim(int head_dim, F f);
-
 Attend *attend_for(const Work &w);
+/* The sizes of heads that `attention` has instances for (extensions.cuh): f receives one as a constant. */
+template <class F> cudaError_t with_head_dim(int head_dim, F f);
 
 cudaError_t launch_rope(const Pass *a, const DeviceLayer &l) {
     const dim3 grid((a->tokens + ROPE_TOKENS - 1) / ROPE_TOKENS, a->w.n_heads + 2 * a->w.n_kv_heads);
@@ -1377,7 +1382,7 @@ bool multiply_experts(const Pass *a, const DeviceLayer &l, int job_size, Error *
 Router router_of(const Pass *a, const DeviceLayer &l) {
     return {a->w.router, l.choice_bias, a->w.n_experts, a->w.top_k, a->w.route};
 }
-/* Chooses each token's experts, and makes jobs of at most `job_size` choices of an expert. */
+/* Chooses each token's experts, by choose(), and makes jobs of at most `job_size` choices of an expert. */
 bool route_tokens(const Pass *a, const DeviceLayer &l, int job_size, Error *e) {
     CUDA(launch(a->gpu, route, (a->tokens + ROUTE_WARPS - 1) / ROUTE_WARPS, ROUTE_WARPS * 32,
                 2 * a->w.n_experts * sizeof(int), a->w, router_of(a, l), a->tokens, job_size));

@@ -138,8 +138,8 @@ bool decode(Pass *a, uint8_t *staged, Error *e) {
 
 /* ---- prefill ---- */
 
-/* Rows of a tile of attention, each a token and a head; 0 where plain computes it: few tokens leave most blocks idle,
- * and this kernel has no cap. */
+/* Rows of a tile of attention, each a token and a head; 0 where tiles.cuh computes it: few tokens leave most blocks
+ * idle, and this kernel has no cap. */
 int wgmma_rows(const Pass *a) {
     if (!a->gpu->fast->wgmma || a->tokens < 256 || a->w.attn_cap) return 0;
     return a->w.head_dim == 64 ? WgmmaAttention<64>::ROWS : a->w.head_dim == 128 ? WgmmaAttention<128>::ROWS : 0;
@@ -151,7 +151,7 @@ template <int D> cudaError_t launch_attention_wgmma(const Pass *a, const DeviceL
                   a->s, l);
 }
 
-/* The max number of choices of a job, in a step of prompts or of many streams; 0 where plain computes the experts: with
+/* The max number of choices of a job, in a step of prompts or of many streams; 0 where tiles.cuh computes them: with
  * few tokens each, activations other than bf16, or padded columns. */
 int wgmma_job_size(const Pass *a, const DeviceLayer &l) {
     auto can = [](const Matrix &m) { return type_for(m) == BF16 && m.cols % CHUNK == 0; };

@@ -1,13 +1,12 @@
 /* tiles.cuh: what makes steps fast on every card from sm_80 on, in place of infer.cu's plain kernels. infer.cu has the
  * formulas; here they are fused and tiled:
  *
- *   product_fused    streams weights for up to MAX_STREAMED tokens. It divides by the root mean square of x's norm, and
- *                    prepares the next norm, so no kernel stands between two products. The experts of a single token
- *                    are chosen inside it.
- *   product_tiled    many tokens, through tiles in shared memory; cuBLAS computes what is BF16, F16 or F32
+ *   product_fused    streams weights for up to MAX_STREAMED tokens. It divides by x's root mean square, as a norm
+ * would, and prepares the next norm, so no kernel stands between two products. The experts of a single token are chosen
+ * inside it. product_tiled    many tokens, through tiles in shared memory; cuBLAS computes what is BF16, F16 or F32
  *   attention_alone  norm, RoPE, cache and attention of tokens that do not see each other, in one kernel
  *   attention_tiled  tiles of a prompt's tokens
- *   activate, combine_and_norm
+ *   activate (after cuBLAS), combine_and_norm (combine() and the next norm)
  *
  * then the launches, and block(), as in infer.cu. */
 #pragma once
@@ -192,15 +191,12 @@ __device__ inline void store_choice(const FusedProduct &p, const int *chosen) {
 }
 
 /* The product for few tokens, or choices of an expert. The blocks share the tiles of all jobs evenly; the warps of a
- * block share a tile's columns. Groups of up to 8 TILES tokens read the same
- * weights at about the same time, so all but the first find most of them in L2. If a product with ADD wrote x, x is the
- * residual stream times the norm's weights, and this kernel divides its result by the root mean square. So no norm
- * kernel is needed in between.
+ * block share a tile's columns. Groups of up to 8 TILES tokens read the same weights at about the same time, so all but
+ * the first find most of them in L2. With `squares` x is not divided by its root mean square yet: this kernel divides
+ * the result.
  *
- * Without jobs a block requests its first weights before it waits. With jobs it waits for them, and only then lets the
- * next kernel begin. So that kernel, a product with `early`, finds the jobs ready. For a single token, and up to
- * PRODUCT_EXPERTS experts, no kernel makes jobs: each block chooses the experts itself, which takes less time than
- * another kernel. */
+ * Blocks wait as those of `product`. For a single token, and up to PRODUCT_EXPERTS experts, no kernel makes jobs: each
+ * block chooses the experts itself, which takes less time than another kernel. */
 constexpr int PRODUCT_EXPERTS = 128;
 template <Type T, int TILES, int W>
 __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W)
@@ -305,9 +301,6 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W)
     }
 }
 
-/* The product for more tokens, in tiles of 16 TILES. A warp decodes 16 ROWS rows of the matrix once and multiplies them
- * by all tokens of the block, mma's columns. Chunks of weights and of x come through a ring of shared memory: a thread
- * copies an eighth of every 16th row of x, and pieces of weights. At the end mma leaves a lane two tokens of a row, but
 /* The product for more tokens, in tiles of 16 TILES. A warp decodes 16 ROWS rows of the matrix once and multiplies them
  * by all tokens of the block, mma's columns. Chunks of weights and of x come through a ring of shared memory: a thread
  * copies an eighth of every 16th row of x, and pieces of weights. At the end mma leaves a lane two tokens of a row, but
@@ -444,7 +437,7 @@ __global__ void __launch_bounds__(1024)
 }
 
 /* The activation of gate and up, which cuBLAS has computed as T, for a token (blockIdx.y). */
-constexpr int ACTIVATE_EACH = 8, ACTIVATE_THREADS = 256; /* results of a thread, two of them neighbours */
+constexpr int ACTIVATE_EACH = 8, ACTIVATE_THREADS = 256; /* results of a thread, in pairs of neighbours */
 template <class T>
 __global__ void __launch_bounds__(ACTIVATE_THREADS) activate(const __grid_constant__ Work w, int width, Type type) {
     struct alignas(4 * sizeof(T)) Four {
@@ -481,10 +474,10 @@ __device__ inline void replace(Slab<D> &slab, int at, const bf16 *its_key, const
     }
 }
 
-/* attention() for steps in which no token sees another (a block a token and head): it also does what rope() does. The
- * token's rows pass through shared memory, so that all of them arrive at once. All older keys are in the cache already,
- * so a block loads its first ones before wait_previous(). With heads of 256 no registers are left to load the next keys
- * ahead. */
+/* attention() for steps in which no token sees another, so token t is all of sequence t. Blocks share the work as
+ * there; this kernel also does what rope() does. The token's rows pass through shared memory, so that all of them
+ * arrive at once. All older keys are in the cache already, so a block loads its first ones before wait_previous(). With
+ * heads of 256 no registers are left to load the next keys ahead. */
 template <int D>
 __global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2)
     attention_alone(Work w, Step s, DeviceLayer l, int max_splits) {
@@ -913,9 +906,9 @@ struct FusedPass : Pass {
     int squares;         /* ... but, if not 0, without norm_factor(): `square` has this many sums a token */
     const float *square; /* (tokens, squares) */
 };
-struct NextNorm { /* the norm that follows, or NULL: the step ends; and the matrix that reads its result */
-    const float *weight;
-    const Matrix &matrix;
+struct NextNorm {
+    const float *weight;  /* of the norm that follows; NULL: the step ends */
+    const Matrix &matrix; /* reads its result; at the end any */
 };
 
 /* Computes w.normed for matrix `next`, unless it is ready. */
@@ -960,9 +953,8 @@ bool add_to_x(FusedPass *a, const Matrix &m, const void *y, int pitch, const flo
 template <int D> cudaError_t launch_attention_fused(const Pass *a, const DeviceLayer &l) {
     typedef AttentionShape<D> Shape;
     const Work &w = a->w;
-    cudaError_t error = cudaSuccess;
     if (a->alone) return launch_attention<D>(a, l, attention_alone<D>);
-    if (!error) error = launch_rope(a, l);
+    cudaError_t error = launch_rope(a, l);
     if (!error && a->queries) error = launch_attention<D>(a, l, attention<D>);
     if (error || !a->tiles) return error;
     if constexpr (D == 64 || D == 128)
@@ -1036,9 +1028,8 @@ bool block(FusedPass *a, int layer, Error *e) {
     const NextNorm next = {after ? after->attn_norm : NULL, after ? after->qkv : l.qkv};
     Attend *const own = attend_for(a->w);
     a->w.layer = layer;
-    FusedProduct qkv;
     if (!norm_for(a, l.attn_norm, l.qkv, e)) return false;
-    qkv = fused(a, product_of(a, l.qkv, NULL, 0));
+    FusedProduct qkv = fused(a, product_of(a, l.qkv, NULL, 0));
     qkv.y = a->w.projected, qkv.y_pitch = l.qkv.rows;
     return multiply(a, qkv, e) && (own == ::attend ? attend : own)(a, l, e) &&
            add_to_x(a, l.o, a->w.attn, a->w.attn_pitch, l.attn_post_norm, inner, e) && tap_x(a, "attn_residual", e) &&
