@@ -39,6 +39,8 @@ TESTED    = $(sort $(REFERENCE) $(wildcard commands/random.c))
 # they use, so unused parameters are no warning.
 FLAGS     = -std=c11 -D_GNU_SOURCE -ffp-contract=off -Wall -Wextra -Wno-unused-parameter -MMD -MP -I. $(shell pkg-config --cflags $(LIBRARIES) 2>/dev/null) $(addprefix -DROOM_,$(ROOMS))
 LIBS      = $(shell pkg-config --libs $(LIBRARIES) 2>/dev/null) -lm -lpthread
+# Only fast/ multiplies with cuBLAS.
+BLAS      = $(if $(filter fast,$(ROOMS)),-lcublasLt)
 SANITIZE  = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 
 ifneq ($(MAKECMDGOALS),help)
@@ -56,7 +58,7 @@ objects = $(patsubst %.c,$(BUILD)/$(1)/%.o,$(2))
 all: $(HERE)infer ## ./infer, which needs the CUDA toolkit and an NVIDIA GPU; plain `make` does it
 
 $(HERE)infer: $(call objects,cuda,$(SOURCES)) $(BUILD)/cuda/infer.cu.o $(BUILD)/cuda/card.cu.o
-	$(NVCC) $(ARCHES) $^ -o $@ $(LIBS) -lcublasLt
+	$(NVCC) $(ARCHES) $^ -o $@ $(LIBS) $(BLAS)
 
 $(BUILD)/cuda/%.o: %.c Makefile $(BUILD)/rooms.txt
 	@mkdir -p $(@D)
@@ -72,7 +74,7 @@ test-gpu: $(BUILD)/cuda/gpu $(HERE)infer ## the tests that need a GPU; where the
 
 # __wrap_cudaMalloc makes each allocation fail in turn
 $(BUILD)/cuda/gpu: $(call objects,cuda,$(TESTED) tests/gpu.c) $(BUILD)/cuda/infer.cu.o $(BUILD)/cuda/tests/card.cu.o
-	$(NVCC) $(ARCHES) -Xlinker --wrap=cudaMalloc $^ -o $@ $(LIBS) -lcublasLt
+	$(NVCC) $(ARCHES) -Xlinker --wrap=cudaMalloc $^ -o $@ $(LIBS) $(BLAS)
 
 # The quick ones of these tests without a GPU: infer.cu, card.cu and the rooms' parts, but Hopper's, as C++
 # (tests/emulated/).
