@@ -259,6 +259,7 @@ static __global__ void place_fp4(Source s, Matrix m, Rows rows, int *bad) {
         *(uint2 *)(chunk + (g * 4 + b % 2 * 2 + half) * 16 + high * 8) = make_uint2(word[0], word[1]);
     }
 }
+
 /* ---- reading them ---- */
 
 void Upload::add(const Linear &w, const Matrix &to, Rows place, int layer, const char *name) {

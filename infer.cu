@@ -894,9 +894,10 @@ template <int D> constexpr int ATTENTION_WARPS = D <= 64 ? 8 : 4; /* so that two
 __host__ __device__ inline int splits_of(int pages, int limit) { return max(1, min(limit, pages / SPLIT_PAGES)); }
 /* The query heads of a block, at most 8 that share a key/value head (blockIdx.x), and the split of the context
  * (blockIdx.z) that it has: some of its pages, in slabs. */
-struct Share {
+struct BlockPart {
     int head, first_head, heads, seq, position, first, split, splits, slab, slabs;
-    __device__ Share(const Work &w, const Step &s, const DeviceLayer &l, int t, int seq, int max_splits) : seq(seq) {
+    __device__ BlockPart(const Work &w, const Step &s, const DeviceLayer &l, int t, int seq, int max_splits)
+        : seq(seq) {
         const int group = w.n_heads / w.n_kv_heads, parts = head_parts(group), part = blockIdx.x % parts * 8;
         head = blockIdx.x / parts, first_head = head * group + part, heads = min(8, group - part);
         position = s.position[t], first = first_seen(position, l.window);
@@ -909,7 +910,7 @@ struct Share {
 /* The states of a block's warps (W, 8, D + 2) become the result of its heads, to w.attn. If several blocks split the
  * context, the last one to finish merges the states of all. */
 template <int D>
-__device__ inline void store_attention(const Work &w, const DeviceLayer &l, int t, const Share &b,
+__device__ inline void store_attention(const Work &w, const DeviceLayer &l, int t, const BlockPart &b,
                                        const float *states) {
     constexpr int ROW = D + 2, W = ATTENTION_WARPS<D>;
     /* Partial states of this token and these heads begin here: (splits, 8, ROW). */
@@ -944,7 +945,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2) attention(Work w, 
     launch_next();
     wait_previous();
     const int t = s.query[blockIdx.y];
-    const Share b(w, s, l, t, s.seq[t], max_splits);
+    const BlockPart b(w, s, l, t, s.seq[t], max_splits);
     if (b.split >= b.splits) return;
     const int h = b.first_head + min(lane / 4, b.heads - 1); /* missing heads alias the last */
     const uint4 *query = (const uint4 *)((const bf16 *)w.q + ((size_t)t * w.n_heads + h) * D) + lane % 4;

@@ -75,13 +75,13 @@ static float rms_of(Type type) {
     return made.rms[type];
 }
 
-/* Fills part after part of a pool, whose seed is its number; one thread of several. */
-typedef struct {
+typedef struct { /* a pool being filled by several threads, each part with its number as seed */
     const Pool *pool;
     size_t parts;
     atomic_size_t next;
     atomic_bool failed;
 } Filling;
+/* A thread: fills parts until none is left. */
 static void *fill_parts(void *data) {
     Filling *f = data;
     const size_t block = (size_t)types[f->pool->type].bytes, size = PART / block * block;

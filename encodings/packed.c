@@ -152,7 +152,8 @@ static float bind_factor(Loader *load, const char *name, const char *suffix, con
     return divides ? 1 / factor : factor;
 }
 
-/* Binds the scales and zeros of w and whatever else its encoding has. Made-up ones have no group and no factor. */
+/* Binds the scales and zeros of w and whatever else its encoding has. Made-up ones have no group, no factor, and
+ * zeros in the middle of their codes. */
 static void bind_grids(Loader *load, const char *name, const Names *how, bool made, Linear *w, Stored *one) {
     const bool transposed = is_across(w->type);
     const cJSON *block = w->type == FP8 ? json_get(load->quantization, "weight_block_size") : NULL;

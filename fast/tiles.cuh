@@ -301,19 +301,20 @@ __global__ void __launch_bounds__(W * 32, Encoding<T>::BLOCKS * 8 / W)
     }
 }
 
-/* The product for more tokens, in tiles of 16 TILES. A warp decodes 16 ROWS rows of the matrix once and multiplies them
- * by all tokens of the block, mma's columns. Chunks of weights and of x come through a ring of shared memory: a thread
- * copies an eighth of every 16th row of x, and pieces of weights. At the end mma leaves a lane two tokens of a row, but
- * finish() takes two rows of a token. So the sums, too, go through shared memory; then a thread finishes two rows of
- * every second token. With more ROWS the last blocks of a launch leave more multiprocessors idle. */
+/* The product for more tokens, in tiles of 16 SIXTEENS. A warp decodes 16 ROWS rows of the matrix once and multiplies
+ * them by all tokens of the block, mma's columns. Chunks of weights and of x come through a ring of shared memory: a
+ * thread copies an eighth of every 16th row of x, and pieces of weights. At the end mma leaves a lane two tokens of a
+ * row, but finish() takes two rows of a token. So the sums, too, go through shared memory; then a thread finishes two
+ * rows of every second token. With more ROWS the last blocks of a launch leave more multiprocessors idle. */
 constexpr int TILED_WARPS = 4;
 /* This lane's columns of eight rows of x in shared memory. */
 template <class E> __device__ inline uint4 columns_of(const uint8_t *rows, int lane, int half) {
     if constexpr (E::MATRICES) return load_matrices(rows + eighth_of<true>(lane % 8, half * 4 + lane / 8));
     return E::eight(rows + place_of<E>(lane, half));
 }
-template <Type T, int TILES> struct TiledShape {
-    static constexpr int STAGES = TILES <= 2 && T == MXFP4 ? 4 : 3, THREADS = TILED_WARPS * 32, TOKENS = TILES * 16;
+template <Type T, int SIXTEENS> struct TiledShape {
+    static constexpr int STAGES = SIXTEENS <= 2 && T == MXFP4 ? 4 : 3, THREADS = TILED_WARPS * 32,
+                         TOKENS = SIXTEENS * 16;
     static constexpr int BLOCKS = T == MXFP4 ? 4 : is_coded(T) ? 2 : 3; /* for which there are registers */
     static constexpr int ROWS = 2, ROW_TILES = TILED_WARPS * ROWS, PIECES = ROW_TILES * Tiled<T>::PIECES;
     static constexpr int X = TOKENS * CHUNK * 2, STAGE = X + PIECES * 16;     /* bytes */
@@ -321,12 +322,12 @@ template <Type T, int TILES> struct TiledShape {
     static constexpr int SHARED = STAGES * STAGE;                             /* in the end the sums lie there */
     static_assert(TOKENS * PITCH * 4 <= SHARED && SHARED <= 99 << 10, "sm_86 and sm_89 have no more");
 };
-template <Type T, int TILES>
-__global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES>::BLOCKS)
+template <Type T, int SIXTEENS>
+__global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, SIXTEENS>::BLOCKS)
     product_tiled(const __grid_constant__ Product p) {
     typedef Tiled<T> E;
     typedef typename E::Activation A;
-    typedef TiledShape<T, TILES> Shape;
+    typedef TiledShape<T, SIXTEENS> Shape;
     constexpr int STAGES = Shape::STAGES, STAGE = Shape::STAGE, THREADS = Shape::THREADS, ROWS = Shape::ROWS;
     extern __shared__ __align__(128) uint8_t shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -367,7 +368,7 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES>::BLOCKS
         }
         copies_end();
     };
-    float c[ROWS][2 * TILES][4] = {};
+    float c[ROWS][2 * SIXTEENS][4] = {};
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) copy();
     for (int chunk = 0; chunk < chunks; chunk++) {
@@ -389,7 +390,8 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES>::BLOCKS
                 a[r][0] = {low.x, high.x, low.y, high.y}, a[r][1] = {low.z, high.z, low.w, high.w};
             }
 #pragma unroll
-            for (int n = 0; n < 2 * TILES; n += 2) { /* two together: an mma waits for the one before on the same sum */
+            for (int n = 0; n < 2 * SIXTEENS;
+                 n += 2) { /* two together: an mma waits for the one before on the same sum */
                 const uint4 column[2] = {x_of(n, half), x_of(n + 1, half)};
 #pragma unroll
                 for (int second = 0; second < 2; second++)
@@ -405,7 +407,7 @@ __global__ void __launch_bounds__(TILED_WARPS * 32, TiledShape<T, TILES>::BLOCKS
     float *sum = (float *)shared; /* (Shape::TOKENS, Shape::PITCH) */
     __syncthreads();              /* no warp reads the last stage any more */
 #pragma unroll
-    for (int n = 0; n < 2 * TILES; n++)
+    for (int n = 0; n < 2 * SIXTEENS; n++)
 #pragma unroll
         for (int i = 0; i < 4 * ROWS; i++)
             sum[(n * 8 + 2 * t + i % 2) * Shape::PITCH + (warp * ROWS + i / 4) * TILE + i / 2 % 2 * 8 + g] =
@@ -486,7 +488,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS<D> * 32, 2)
     __shared__ __align__(16) bf16 query[8][D], own_key[D], own_value[D]; /* queries from `heads` on hold anything */
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = blockIdx.y;
     launch_next();
-    const Share b(w, s, l, t, t, max_splits);
+    const BlockPart b(w, s, l, t, t, max_splits);
     if (b.split >= b.splits) return;
     int i = b.slab + warp, page = i < b.slabs ? page_of(s, t, i * SLAB_KEYS) : 0;
     Slab<D> slab;
@@ -642,7 +644,7 @@ template <int D>
 __global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Work w, Step s, DeviceLayer l) {
     typedef AttentionShape<D> Shape;
     constexpr int M = Shape::M, KEYS = Shape::KEYS;
-    extern __shared__ __align__(128) bf16 room[]; /* two stages of keys and values (2, KEYS * D); queries */
+    extern __shared__ __align__(128) bf16 staged[]; /* two stages of keys and values (2, KEYS * D); queries */
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int head = blockIdx.x, tile = gridDim.y - 1 - blockIdx.y, group = w.n_heads / w.n_kv_heads;
     launch_next();
@@ -651,12 +653,12 @@ __global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Wo
     const int end = position + n - 1, begin = first_seen(position, l.window) / KEYS * KEYS;
     /* Missing rows alias the last token. */
     auto position_of = [&](int row) { return position + min(row / group, n - 1); };
-    Shape::copy(w, room, page_of(s, seq, begin), head, begin, end + 1 - begin);
+    Shape::copy(w, staged, page_of(s, seq, begin), head, begin, end + 1 - begin);
     copies_end();
     int page = begin + KEYS <= end ? page_of(s, seq, begin + KEYS) : 0; /* of the next keys */
     /* Queries lie as mma wants them: for 16 rows and 32 dimensions first 16 bytes of each lane for one mma (dimensions
      * 8t to 8t + 3 of rows g and g + 8), then those for a second one (8t + 4 to 8t + 7). */
-    uint4 *queries = (uint4 *)(room + 2 * Shape::STAGE);
+    uint4 *queries = (uint4 *)(staged + 2 * Shape::STAGE);
 #pragma unroll 4
     for (int i = warp * 32; i < Shape::ROWS * D / 16; i += Shape::THREADS) {
         auto load = [&](int row) {
@@ -674,10 +676,10 @@ __global__ void __launch_bounds__(AttentionShape<D>::THREADS) attention_tiled(Wo
         copies_done<0>();
         __syncthreads();
         const int next = base + KEYS;
-        if (next <= end) Shape::copy(w, room + (stage ^ 1) * Shape::STAGE, page, head, next, end + 1 - next);
+        if (next <= end) Shape::copy(w, staged + (stage ^ 1) * Shape::STAGE, page, head, next, end + 1 - next);
         copies_end();
         if (next + KEYS <= end) page = page_of(s, seq, next + KEYS);
-        const bf16 *keys = room + stage * Shape::STAGE, *values = keys + KEYS * D;
+        const bf16 *keys = staged + stage * Shape::STAGE, *values = keys + KEYS * D;
         float score[M][KEYS / 8][4] = {};
 #pragma unroll
         for (int c = 0; c < D; c += 32) {
@@ -729,8 +731,8 @@ struct Decode;
 struct State { /* of an open card */
     cublasLtHandle_t blas = NULL;
     std::map<std::array<int, 4>, cublasLtMatmulHeuristicResult_t> algorithm; /* by rows, columns, tokens and kind */
-    uint8_t *room;                                                           /* (PRODUCT_ROOM) for cuBLAS */
-    bf16 *decoded;                        /* (decoded_size) room for a matrix made bf16 */
+    uint8_t *workspace;                                                      /* (BLAS_WORKSPACE) for cuBLAS */
+    bf16 *decoded;                                                           /* (decoded_size) a matrix made bf16 */
     size_t decoded_size = 0, largest = 0; /* largest: bytes of the largest matrix of all layers, without experts */
     float *square;                        /* (MAX_STREAMED, dim / TILE) sums of squares of x, tile by tile */
     float *square_sum;                    /* (MAX_STREAMED) of all tiles */
@@ -744,7 +746,7 @@ template <int D> cudaError_t launch_attention_wgmma(const Pass *a, const DeviceL
 int wgmma_job_size(const Pass *a, const DeviceLayer &l);
 bool experts_wgmma(const Pass *a, const DeviceLayer &l, Error *e);
 
-constexpr size_t PRODUCT_ROOM = 32 << 20, SMALL = 16 << 20, LARGE = 256 << 20; /* bytes; of a matrix */
+constexpr size_t BLAS_WORKSPACE = 32 << 20, SMALL = 16 << 20, LARGE = 256 << 20; /* bytes; of a matrix */
 constexpr int MAX_STREAMED = 96; /* up to this many tokens a step may stream a matrix: see way_of() */
 inline int square_parts(int dim) { return (dim + TILE - 1) / TILE; }
 
@@ -765,7 +767,7 @@ void plan_tiles(Gpu *gpu, Plan *p) {
             f->largest = std::max(f->largest, m->bytes);
             if (is_coded(m->type)) f->decoded_size = std::max(f->decoded_size, (size_t)m->rows * m->stride);
         }
-    f->room = p->take<uint8_t>(PRODUCT_ROOM);
+    f->workspace = p->take<uint8_t>(BLAS_WORKSPACE);
     f->decoded = p->take<bf16>(f->decoded_size);
     f->square = p->take<float>(MAX_STREAMED * square_parts(dim));
     f->square_sum = p->take<float>(MAX_STREAMED);
@@ -801,8 +803,8 @@ bool multiply_blas(Gpu *gpu, const Product &p, Error *e) {
         int n = 0;
         shape_for(like);
         cublasLtMatmulPreferenceInit(&preference);
-        cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &PRODUCT_ROOM,
-                                             sizeof PRODUCT_ROOM);
+        cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &BLAS_WORKSPACE,
+                                             sizeof BLAS_WORKSPACE);
         status = cublasLtMatmulAlgoGetHeuristic(f->blas, &product, &w_layout, &x_layout, &y_layout, &y_layout,
                                                 &preference, 1, &known->second, &n);
         if (!status && !n) status = CUBLAS_STATUS_NOT_SUPPORTED;
@@ -810,7 +812,7 @@ bool multiply_blas(Gpu *gpu, const Product &p, Error *e) {
     shape_for(p.tokens);
     if (!status)
         status = cublasLtMatmul(f->blas, &product, &one, m.data, &w_layout, p.x, &x_layout, &beta, p.y, &y_layout, p.y,
-                                &y_layout, &known->second.algo, f->room, PRODUCT_ROOM, gpu->stream);
+                                &y_layout, &known->second.algo, f->workspace, BLAS_WORKSPACE, gpu->stream);
     return status == CUBLAS_STATUS_SUCCESS || fail(e, GPU_FAULT, "cuBLAS failed: %s", cublasLtGetStatusString(status));
 }
 
@@ -837,11 +839,11 @@ template <Type T> cudaError_t launch_fused(const Gpu *gpu, FusedProduct p) {
     }
     return with(product_fused<T, 1, 8>, 0);
 }
-template <Type T, int TILES> cudaError_t launch_tiled(const Gpu *gpu, const Product &p) {
-    typedef TiledShape<T, TILES> Shape;
+template <Type T, int SIXTEENS> cudaError_t launch_tiled(const Gpu *gpu, const Product &p) {
+    typedef TiledShape<T, SIXTEENS> Shape;
     const int jobs = p.job ? p.max_jobs : (p.tokens + Shape::TOKENS - 1) / Shape::TOKENS;
     dim3 grid((p.w.tiles() + Shape::ROW_TILES - 1) / Shape::ROW_TILES, jobs);
-    return launch(gpu, product_tiled<T, TILES>, grid, Shape::THREADS, Shape::SHARED, p);
+    return launch(gpu, product_tiled<T, SIXTEENS>, grid, Shape::THREADS, Shape::SHARED, p);
 }
 template <Type T> cudaError_t launch_any(const Gpu *gpu, const FusedProduct &p, bool tiled) {
     if (!tiled) return launch_fused<T>(gpu, p);
