@@ -17,6 +17,7 @@ typedef struct {
     bool tools, schemas;   /* a prompt can have tools; a response_format */
     bool thinks, quiet;    /* a prompt ends inside a thought; the effort may be none, and then it does not */
     const void *own;       /* what else the format needs; nobody frees it */
+    const void *answers;   /* and what its reader does */
 } Chat;
 
 /* The first of formats[] that fits. Tokenizer and template have to stay. BAD_MODEL: none fits. */

@@ -1,19 +1,12 @@
 /* templates.c: chats of models that have a published chat template, a Jinja program, other than harmony's. It does not
- * run here: a table has what the published ones write, and pieces of its text tell which row counts. The reader accepts
- * what models write, right or wrong. chat.h has the socket. */
-#include "../chat.h"
+ * run here: a table has what the published ones write, and pieces of its text tell which row counts. answers.c reads
+ * what models write. chat.h has the socket. */
+#include "answers.h"
 
 #include <ctype.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-#include <utf8proc.h>
-
-enum { MOST_INDENT = 100 };
-enum { OPEN_THINK, CLOSE_THINK, OPEN_CALL, CLOSE_CALL, PYTHON_TAG, OPEN_CALLS, END }; /* in Chat.control */
-static const char *const marks[CONTROLS] = {"<think>",      "</think>",       "<tool_call>",
-                                            "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"};
-static const char between_calls[] = "[], \t\r\n"; /* in a list of them */
 
 /* ---- the table ---- */
 
@@ -113,6 +106,10 @@ static const char *const strings[STRINGS][2] = {
     {"date_string = \"", "\""}, {"date_string = '", "'"}};
 /* clang-format on */
 
+static const Answers ways[2][3] = {
+    {{0}, {.alone = true}, {.list = true}},
+    {{.thoughts = true}, {.thoughts = true, .alone = true}, {.thoughts = true, .list = true}}};
+
 static bool row_fits(const Row *row, const char *template, Chat *chat) {
     const char *end = strchr(strchr(row->assistant, '%'), '<');
     LocalText name = copy_text(end, strcspn(end, ">") + 1);
@@ -153,6 +150,7 @@ static bool fits(Chat *chat) {
     while (row < end && !row_fits(row, text.data, chat)) row++;
     if (row == end) return false;
     chat->own = row, chat->name = row->name;
+    chat->answers = &ways[row->thoughts != NULL][row->flags & ALONE ? 1 : row->calls ? 2 : 0];
     chat->tools = row->call && (!row->calls || chat->control[OPEN_CALLS] >= 0);
     chat->schemas = false;
     chat->thinks = row->think, chat->quiet = row->quiet || !row->think;
@@ -160,43 +158,6 @@ static bool fits(Chat *chat) {
 }
 
 /* ---- prompts ---- */
-
-/* White space as Python's str.strip() defines it. */
-static bool is_space(uint32_t c) {
-    return (c >= 9 && c <= 13) || (c >= 28 && c <= 31) || c == 0x85 || *utf8proc_category_string((int32_t)c) == 'Z';
-}
-
-/* The text without white space at both ends; not a copy. */
-static Bytes trim(Bytes text) {
-    Bytes kept = {.data = text.data + text.n};
-    for (size_t i = 0, length; i < text.n; i += length) {
-        uint32_t c = 0;
-        length = (size_t)abs(utf8_decode(text.data + i, text.n - i, &c));
-        if (is_space(c)) continue;
-        if (!kept.n) kept.data = text.data + i;
-        kept.n = (size_t)(text.data + i + length - kept.data);
-    }
-    return kept;
-}
-
-/* Writes JSON as Python does: a space after each comma and colon, or with an indent one item a line. */
-static void put_spaced(Bytes *out, const cJSON *value, int indent, int depth) {
-    bool object = cJSON_IsObject(value);
-    int width = indent * depth < MOST_INDENT ? indent * depth : MOST_INDENT;
-    if (!value->child) {
-        json_written(out, value);
-        return;
-    }
-    bytes_text(out, object ? "{" : "[");
-    for (const cJSON *each = value->child; each; each = each->next) {
-        if (each != value->child) bytes_text(out, indent ? "," : ", ");
-        if (indent) bytes_print(out, "\n%*s", width + indent, "");
-        if (object) json_append(out, cJSON_CreateString(each->string)), bytes_text(out, ": ");
-        put_spaced(out, each, indent, depth + 1);
-    }
-    if (indent) bytes_print(out, "\n%*s", width, "");
-    bytes_text(out, object ? "}" : "]");
-}
 
 /* Does message i belong to the same turn as message i - 1? */
 static bool continues(const Row *row, const Conversation *c, int i) {
@@ -207,15 +168,6 @@ static bool continues(const Row *row, const Conversation *c, int i) {
     if (kind == RESULT) return before == RESULT && !alone && !row->calls;
     if (before == CALL && (alone || (row->calls && kind != CALL))) return false;
     return kind <= CALL && before <= CALL && before != ANSWER;
-}
-
-/* Cuts the text at the first `mark`: what precedes that is returned, what follows stays. False: there is none. */
-static bool cut_at(Bytes *text, const char *mark, Bytes *before) {
-    char *at = text->n ? memmem(text->data, text->n, mark, strlen(mark)) : NULL;
-    if (!at) return false;
-    *before = (Bytes){.data = text->data, .n = (size_t)(at - text->data)};
-    *text = (Bytes){.data = at + strlen(mark), .n = text->n - before->n - strlen(mark)};
-    return true;
 }
 
 /* The text without line breaks at its beginning, and without those at its end, too, if it is a thought. */
@@ -276,7 +228,7 @@ static int put_turn(const Chat *chat, const Conversation *c, int i, bool recent,
     if (kept || (model && !keeps)) chat_fill(chat, &turn, row->thoughts, NULL, &thought);
     if (!strstr(piece, "%p")) bytes_add(&turn, front.data, front.n); /* %p keeps %t from trimming it, too */
     bytes_add(&turn, said.data, said.n);
-    said = strstr(piece, "%t") ? trim(turn) : turn;
+    said = strstr(piece, "%t") ? text_trim(turn) : turn;
     chat_fill(chat, out, piece, &front, &said);
     return i;
 }
@@ -311,7 +263,7 @@ static void put_begin(const Chat *chat, const Conversation *c, Bytes *front, Byt
     chat_fill(chat, out, row->begin, NULL, NULL);
     const int bos = strstr(chat->template, "bos_token") ? tokenizer_bos(chat->tokenizer) : -1;
     if (row->flags & BOS && bos >= 0) chat_token(out, bos);
-    Bytes said = strstr(row->system, "%t") ? trim(text) : text;
+    Bytes said = strstr(row->system, "%t") ? text_trim(text) : text;
     if (system || row->about || text.n)
         chat_fill(chat, row->flags & (FIRST | LAST) ? front : out, row->system, &about, &said);
 }
@@ -371,119 +323,5 @@ static bool force(const Chat *chat, const char *effort, const char *name, Bytes 
     return true;
 }
 
-/* ---- reading ---- */
-
-/* Moves pending text to the message being read. White space at the beginning of a message is dropped; at the end of the
- * text it stays pending until more follows. The first `white` bytes are known to be white space. */
-static void say(Reader *r, size_t white) {
-    Bytes *content = &r->now.content;
-    Bytes text = trim((Bytes){.data = r->pending.data + white, .n = r->pending.n - white});
-    char *begin = content->n ? r->pending.data : text.data, *end = text.data + text.n;
-    if (content->n && !text.n) return;
-    bytes_add(content, begin, (size_t)(end - begin));
-    r->pending.n -= (size_t)(end - r->pending.data);
-    memmove(r->pending.data, end, r->pending.n + 1);
-}
-
-static void end_text(Reader *r, const char *channel) {
-    say(r, 0);
-    conversation_set(&r->now.channel, channel);
-    reader_next(r, false);
-}
-
-/* Is a marked call being read, or may the pending text become one without marks? */
-static bool may_be_call(const Reader *r) {
-    static const char named[] = "{\"name\":", typed[] = "{\"type\":\"function\","; /* white space aside */
-    const Row *row = r->chat->own;
-    char begin[20] = "";
-    size_t n = 0;
-    if (r->in_content) return true;
-    if (!r->calls || !(row->flags & ALONE) || r->now.content.n) return false;
-    for (const char *s = r->pending.data; *s && n + 1 < sizeof begin; s++)
-        if (!strchr(" \t\r\n", *s)) begin[n++] = *s;
-    return begins(begin, named) || begins(named, begin) || begins(begin, typed) || begins(typed, begin);
-}
-
-/* Turns the first n bytes of pending text into a call if they are one, with arguments as Python writes them. `closed`:
- * they end with the closing mark, or with an object of a list. A call without marks must have arguments, or any JSON
- * with a name would be one. */
-static void end_call(Reader *r, size_t n, bool closed) {
-    Error e;
-    const Row *row = r->chat->own;
-    bool alone = row->flags & ALONE;
-    Bytes text = trim((Bytes){.data = r->pending.data, .n = n}), before;
-    LocalBytes rest = {0};
-    for (; row->calls && text.n && strchr(between_calls, *text.data); text.n--) text.data++;
-    if (!alone && !row->calls) cut_at(&text, "<tool_call>", &before);
-    if (closed && !row->calls) text.n -= strlen("</tool_call>");
-    LocalJson json = json_parse(text.data, text.n, "call", &e);
-    const char *name = json_string(json, "name"), *key = json_get(json, "arguments") ? "arguments" : "parameters";
-    const cJSON *arguments = json_get(json, key);
-    bool ok = chat_word(name) && (arguments ? cJSON_IsObject(arguments) : !alone);
-    r->repairs += !ok || !(alone || closed);
-    r->in_content = false;
-    if (!ok) return;
-    Message call = call_of(name);
-    arguments ? put_spaced(&call.content, arguments, 0, 0) : bytes_text(&call.content, "{}");
-    bytes_add(&rest, r->pending.data + n, r->pending.n - n);
-    r->pending.n = *r->pending.data = 0;
-    end_text(r, "commentary");
-    *message_new(&r->message, &r->messages) = call;
-    bytes_add(&r->pending, rest.data, rest.n);
-    r->in_content = row->calls;
-}
-
-/* Ends the first call of a list at the last brace of its object: a token completes one message at most. */
-static void read_list(Reader *r) {
-    while (r->scanned < r->pending.n) {
-        char c = r->pending.data[r->scanned++];
-        if (r->quoted && c == '\\') r->scanned++;
-        if (c == '"') r->quoted = !r->quoted;
-        if (!r->quoted) r->depth += (c == '{') - (c == '}');
-        if (r->quoted || c != '}' || r->depth) continue;
-        end_call(r, r->scanned, true);
-        r->scanned = 0;
-        return;
-    }
-}
-
-/* A mark counts only as one token and at its place; otherwise it is text. */
-static Read read_token(Reader *r, int token, int which) {
-    const Tokenizer *t = r->chat->tokenizer;
-    const Row *row = r->chat->own;
-    int messages = r->messages;
-    bool thinking = same(r->now.channel, "analysis"), mark = which < END && (which != OPEN_CALLS || row->calls),
-         stop = token == STREAM_END || which == END || (!mark && tokenizer_is_control(t, token));
-    if (stop) {
-        tokenizer_flush(&r->decoder, &r->pending);
-        if (row->calls && r->in_content && strspn(r->pending.data, between_calls) == r->pending.n)
-            r->pending.n = *r->pending.data = 0; /* the end of the list */
-        else if (may_be_call(r))
-            end_call(r, r->pending.n, false);
-        end_text(r, thinking ? "analysis" : "final");
-    } else if (row->thoughts && which == OPEN_THINK && r->started && !r->now.content.n && !r->in_content) {
-        conversation_set(&r->now.channel, "analysis");
-        r->started = false;
-    } else if (row->thoughts && which == CLOSE_THINK && !r->in_content) {
-        r->repairs += !thinking;
-        tokenizer_flush(&r->decoder, &r->pending);
-        if (thinking || !r->messages) end_text(r, "analysis"); /* a thought comes first */
-    } else if (!(row->flags & ALONE) || which != PYTHON_TAG) {
-        size_t white = may_be_call(r) ? 0 : r->pending.n;
-        if (r->calls && which == (row->calls ? OPEN_CALLS : OPEN_CALL) && !thinking && !r->in_content) {
-            tokenizer_flush(&r->decoder, &r->pending);
-            say(r, white);
-            r->in_content = true, r->quoted = false, r->scanned = 0, r->depth = 0;
-        }
-        if (which != OPEN_CALLS || !row->calls) tokenizer_decode(t, &r->decoder, token, &r->pending);
-        if (row->calls && r->in_content)
-            read_list(r);
-        else if (which == CLOSE_CALL && r->in_content)
-            end_call(r, r->pending.n, true), white = 0;
-        if (!may_be_call(r)) say(r, white);
-    }
-    return (Read){.stop = stop, .closed = r->messages > (stop ? 0 : messages)};
-}
-
 static const char known[] = "those of Qwen, SmolLM2, Llama, Mistral, Gemma, DeepSeek and TinyLlama";
-const Format templates = {known, marks, "", fits, render, force, read_token};
+const Format templates = {known, answer_marks, "", fits, render, force, answers_read};
