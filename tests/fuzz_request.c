@@ -1,6 +1,6 @@
 /* Any bytes as the body of a request, the first of which chooses chat or text. Promises: it is refused with 400 or 404
  * and a message, or its answers, whatever tokens come, are JSON, streamed or not, and each ends for a reason. */
-#include "../serve/serve.c"
+#include "../serve/serve.h"
 #include "parrot.h"
 
 #include <assert.h>
@@ -60,7 +60,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     Error e;
     if (!n) return 0;
     Request *q = allocate_zero(1, sizeof *q);
-    void *state = q;
     q->chat = *data & 1;
     pthread_cond_init(&q->wake, NULL);
     q->json = json_parse((const char *)data + 1, n - 1, "the body", &e);
@@ -69,7 +68,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
         assert(ok ? !q->error.code : q->error.code && q->error.code <= 404 && *q->error.text);
         if (ok) answer_with(q, data, n);
     }
-    request_end(NULL, NULL, &state, MHD_REQUEST_TERMINATED_COMPLETED_OK);
+    end_request(q);
     pthread_cond_destroy(&q->wake);
     free(q);
     return 0;
