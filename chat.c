@@ -96,14 +96,16 @@ static bool check_word(const char *what, const char *word, Error *e) {
 
 /* ---- from JSON ---- */
 
-/* A text, or an array of {"type": "text", "text": ...}, which line breaks join. A missing one is empty. */
-static bool parse_text(const cJSON *value, Bytes *out) {
+/* A text, or an array of {"type": "text", "text": ...}, which line breaks join; a part of an assistant's may be of the
+ * type refusal. A missing one is empty. */
+static bool parse_text(const cJSON *value, bool assistant, Bytes *out) {
     const cJSON *part;
     bytes_text(out, cJSON_IsString(value) ? value->valuestring : "");
     if (!cJSON_IsArray(value)) return !value || cJSON_IsString(value);
     cJSON_ArrayForEach(part, value) {
-        const char *text = json_string(part, "text");
-        if (!text || !json_is(part, "type", "text")) return false;
+        const char *type = assistant && json_is(part, "type", "refusal") ? "refusal" : "text";
+        const char *text = json_string(part, type);
+        if (!text || !json_is(part, "type", type)) return false;
         bytes_print(out, part == value->child ? "%s" : "\n%s", text);
     }
     return true;
@@ -122,11 +124,11 @@ static bool parse_calls(Conversation *c, const cJSON *calls, int i, Error *e) {
     cJSON_ArrayForEach(call, calls) {
         const cJSON *function = json_get(call, "function");
         const char *name = json_string(function, "name"), *arguments = json_string(function, "arguments");
-        if (!name || !*name || !arguments)
+        if (!name || !*name || (!arguments && json_get(function, "arguments")))
             return fail(e, USAGE, "messages[%d].tool_calls needs function.name and function.arguments, both texts", i);
         Message *m = message_new(&c->message, &c->messages);
         *m = call_of(name);
-        bytes_text(&m->content, arguments);
+        bytes_text(&m->content, arguments && *arguments ? arguments : "{}"); /* null or empty: it has none */
         conversation_set(&m->id, json_string(call, "id"));
     }
     return true;
@@ -149,14 +151,15 @@ static bool find_author(const Conversation *c, Message *result) {
 
 static bool parse_message(Conversation *c, const cJSON *json, int i, Error *e) {
     static const char *const reasons[] = {"reasoning_content", "reasoning", "thinking"};
-    const cJSON *calls = json_get(json, "tool_calls"), *content = json_get(json, "content");
     const char *role = json_string(json, "role"), *channel = NULL, *reason = NULL;
     bool system = same(role, "system") || same(role, "developer"), assistant = same(role, "assistant"),
          tool = same(role, "tool"), header = false; /* it has harmony's keys */
+    const cJSON *calls = json_get(json, "tool_calls"), *content = json_get(json, "content");
+    if (assistant && !content) content = json_get(json, "refusal");
     LocalBytes text = {0};
     if (!system && !assistant && !tool && !same(role, "user"))
         return fail(e, USAGE, "messages[%d] has the unknown role '%.40s'", i, role ? role : "");
-    if (!parse_text(content, &text) || (!content && same(role, "user")))
+    if (!parse_text(content, assistant, &text) || (!content && same(role, "user")))
         return fail(
             e, USAGE,
             "messages[%d].content is neither a text nor an array of text parts: images and audio are not supported", i);
@@ -452,6 +455,7 @@ static bool force_harmony(const Chat *chat, const char *effort, const char *name
 /* In Reader.pending the bytes CHANNEL and CONSTRAIN, 1 and 2, stand for those tokens. */
 static const char space[] = " \t\r\n", space_or_mark[] = " \t\r\n\1\2", marks[] = "\1\2";
 static const char channels[] = "analysis commentary final";
+static const char name_bytes[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.";
 
 /* The length of the word of a list, "a b c", that begins the text, or 0. */
 static size_t known_word(const char *text, const char *list) {
@@ -460,9 +464,15 @@ static size_t known_word(const char *text, const char *list) {
     return n;
 }
 
+/* Is this a recipient that an assistant's message calls? */
+static bool may_call(const Reader *r, const char *recipient) {
+    return !text_listed("assistant user system developer tool all", recipient) &&
+           reader_declares(r, recipient + begins(recipient, functions), NULL);
+}
+
 /* Splits the header into author, <|channel|> CHANNEL, to=RECIPIENT anywhere, and <|constrain|> TYPE or a bare json or
- * code. Unless <|message|> made the header `complete`, only known words belong to it, and text may follow a
- * word without a space. Other text is content if it stands behind the channel or if <|message|> is missing. */
+ * code. Unless <|message|> made the header `complete`, only known words belong to it, text may follow a word
+ * without a space, and other text behind the channel is content. In a complete header other text is dropped. */
 static void read_header(Reader *r, bool complete) {
     Message *m = &r->now;
     LocalBytes text = {0};
@@ -487,11 +497,12 @@ static void read_header(Reader *r, bool complete) {
             size_t known = mark == CHANNEL ? channel : type;
             field = mark == CHANNEL ? &m->channel : &m->content_type;
             if (!complete || (mark == CHANNEL && channel)) n = known;
-        } else if (author && !role && memchr(s, '.', legal_length(s, n))) {
+        } else if (author && !role && (memchr(s, '.', legal_length(s, n)) || known_word(s, "python tool") == n)) {
             conversation_set(&m->role, "tool");
             field = &m->name;
         } else if (author ? role || complete : role == n && (complete || strspn(s + n, marks))) {
-            r->repairs += !author || role < n || *s != 'a'; /* whoever is named, the model writes */
+            r->repairs += !author || role < n;
+            if (role && (author || (!r->started && !m->channel))) free(m->role), m->role = copy_text(s, role);
             s += role ? role : n;
             continue;
         } else if (complete && channel == n && !m->channel && !strchr(s, CHANNEL)) {
@@ -504,24 +515,35 @@ static void read_header(Reader *r, bool complete) {
             r->repairs += *field != NULL; /* the later one counts */
             free(*field);
             *field = text_print("%s%.*s", mark == CONSTRAIN && !to ? controls[CONSTRAIN] : "", (int)n, s);
+        } else if (complete && !strspn(s, marks)) {
+            const char *next = strstr(s, "to=");
+            n = strcspn(s, space_or_mark), r->repairs++;
+            if (next && next < s + n) n = (size_t)(next - s);
         } else if (!strspn(s, marks)) {
-            bytes_add(&text, s, n = m->channel || !complete ? strlen(s) : strcspn(s, marks));
+            bytes_add(&text, s, n = strlen(s));
         }
         s += n;
+    }
+    if (m->recipient && same(m->role, "assistant") && !may_call(r, m->recipient)) {
+        m->recipient[strspn(m->recipient, name_bytes)] = 0; /* without what touches the name */
+        if (!may_call(r, m->recipient)) conversation_set(&m->recipient, NULL);
+        r->repairs++;
     }
     r->repairs += author || text.n || (complete ? !r->started : m->channel || m->recipient || m->content_type);
     for (size_t i = 0; i < text.n; i++)
         if (strspn(text.data + i, marks)) text.data[i] = ' ';
-    if (!complete || !m->recipient) bytes_add(&m->content, text.data, text.n); /* no text in a call's arguments */
+    bytes_add(&m->content, text.data, text.n);
 }
 
 static Read read_harmony(Reader *r, int token, int which) {
     Bytes *pending = &r->pending;
     size_t before = pending->n;
     int messages = r->messages;
-    bool channel = which == CHANNEL && (r->in_content || memchr(pending->data, *marks, before)),
-         opens = which == START || channel, /* a new message, even without <|start|> */
-        ends = which >= END && which <= ENDOFTEXT;
+    bool channel =
+             which == CHANNEL && (r->in_content || (memchr(pending->data, *marks, before) &&
+                                                    !strstr(pending->data, "to="))), /* behind a recipient: twice */
+        opens = which == START || channel,                        /* a new message, even without <|start|> */
+        ends = which >= END && which <= ENDOFTEXT, other = false; /* somebody else's turn ends the answer */
     if (opens || ends || token == STREAM_END) {
         r->repairs += ends ? !r->in_content : opens && (r->in_content || (r->started && !before));
         char *mark = r->in_content || token != STREAM_END ? NULL : memrchr(pending->data, *marks, before);
@@ -529,12 +551,16 @@ static Read read_harmony(Reader *r, int token, int which) {
             pending->n = (size_t)(mark + 1 - pending->data), mark[1] = 0;
         if (!r->in_content) read_header(r, false);
         tokenizer_flush(&r->decoder, &r->now.content);
-        reader_next(r, ends && (r->in_content || r->now.recipient)); /* it counts if its header is whole or a call's */
+        const bool call = r->now.recipient && (ends || (opens && r->in_content));
+        if (call && (!r->now.content.n || !r->now.content.data[strspn(r->now.content.data, space)]))
+            bytes_text(&r->now.content, "{}"); /* the function has no arguments */
+        other = !same(r->now.role, "assistant");
+        reader_next(r, call || (ends && r->in_content)); /* it counts if its header is whole or a call's */
         r->started = which == START;
         if (channel) bytes_add(pending, marks, 1);
     } else if (which == MESSAGE && !r->in_content) {
         read_header(r, true);
-        r->in_content = true;
+        r->in_content = true, other = !same(r->now.role, "assistant");
     } else if ((which == CHANNEL || which == CONSTRAIN) && !r->in_content) {
         tokenizer_flush(&r->decoder, pending);
         bytes_add(pending, marks + (which == CONSTRAIN), 1);
@@ -545,7 +571,7 @@ static Read read_harmony(Reader *r, int token, int which) {
         for (size_t i = before; i < pending->n; i++) /* the model's own bytes 1 and 2 are no marks */
             if ((unsigned char)pending->data[i] <= 2) pending->data[i] = ' ';
     }
-    const bool stop = token == STREAM_END || (ends && which != END);
+    const bool stop = token == STREAM_END || (ends && which != END) || other;
     return (Read){.stop = stop, .closed = r->messages > messages, .header = !r->in_content};
 }
 
@@ -599,7 +625,8 @@ bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out
 
 void reader_init(Reader *r, const Chat *chat, const Conversation *c) {
     bool thinking = chat_thinks(chat, c ? c->effort : NULL);
-    *r = (Reader){.chat = chat, .started = !thinking, .calls = chat->tools && (!c || tools_of(c))};
+    *r = (Reader){.chat = chat, .started = !thinking};
+    if (c) r->tools = tools_of(c) ? cJSON_Duplicate(tools_of(c), true) : cJSON_CreateArray();
     r->now = (Message){.role = text_print("assistant"), .channel = thinking ? text_print("analysis") : NULL};
     bytes_text(&r->pending, chat->format->begun);
 }
@@ -608,8 +635,20 @@ void reader_free(Reader *r) {
     for (int i = 0; i < r->messages; i++) message_free(r->message + i);
     free(r->message);
     message_free(&r->now);
+    cJSON_Delete(r->tools);
     bytes_free(&r->pending), bytes_free(&r->decoder.held);
     *r = (Reader){0};
+}
+
+bool reader_declares(const Reader *r, const char *name, const cJSON **function) {
+    const cJSON *tool;
+    cJSON_ArrayForEach(tool, r->tools) {
+        const cJSON *declared = json_get(tool, "function");
+        if (!same(json_string(declared, "name"), name)) continue;
+        if (function) *function = declared;
+        return true;
+    }
+    return !r->tools && chat_word(name);
 }
 
 void reader_take(Reader *r, Conversation *c) {

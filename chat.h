@@ -76,13 +76,14 @@ typedef enum { REASONING, PREAMBLE, ANSWER, CALL, /* not the model's: */ USER, R
 Part message_part(const Message *m); /* of a message that is the model's */
 
 /* Reads what the model writes, token by token, and never fails. A malformed header is read as the nearest legal one and
- * counted as a repair; text in it is content. Messages that the model writes in the name of others count as its own.
- * Call reader_init, then reader_push for every sampled token, then reader_end. */
+ * counted as a repair; without its end, text in it is content. Only functions that the conversation declares are
+ * called; what looks like a call of another is text. A message that the model writes in the name of somebody else ends
+ * the answer. Call reader_init, then reader_push for every sampled token, then reader_end. */
 typedef struct {
     const Chat *chat;
     Message now;              /* being read */
     bool started, in_content; /* its header began with <|start|>; behind <|message|>, or in a call */
-    bool calls;               /* what looks like a call is one; harmony's always are */
+    cJSON *tools;             /* whose functions may be called; NULL: any */
     Bytes pending;            /* text before <|message|>; in other formats white space or calls */
     size_t scanned;           /* of a list of calls: bytes of `pending` that were looked at, ... */
     int depth;                /* ... open braces in them, ... */
@@ -99,8 +100,8 @@ typedef struct {
     Part part;   /* of the message that `text` belongs to */
 } Read;
 
-/* c: the conversation to answer. Its effort tells whether the prompt ends inside a thought. Without tools, what looks
- * like a call is text, except in harmony. NULL: an effort other than none, and tools. */
+/* c: the conversation to answer. Its effort tells whether the prompt ends inside a thought. NULL: an effort other than
+ * none, and tools with any name. */
 void reader_init(Reader *r, const Chat *chat, const Conversation *c);
 /* Appends what the messages gain to `text`, unless that is NULL. A token adds text to one message at most. */
 Read reader_push(Reader *r, int token, Bytes *text);
@@ -131,6 +132,8 @@ Message call_of(const char *function);        /* its arguments are empty */
 const cJSON *tools_of(const Conversation *c); /* an array of at least one, or NULL */
 Message *message_new(Message **list, int *n); /* appends an empty one */
 void reader_next(Reader *r, bool counts);     /* ends Reader.now, and drops it if it is empty and does not count */
-Bytes bytes_of(const char *text);             /* not a copy */
+/* May a function of this name be called? Sets *function, unless `function` is NULL, if its declaration is known. */
+bool reader_declares(const Reader *r, const char *name, const cJSON **function);
+Bytes bytes_of(const char *text); /* not a copy */
 
 #endif

@@ -73,6 +73,8 @@ static void end_text(Reader *r, const char *channel) {
     reader_next(r, false);
 }
 
+static bool may_call(const Reader *r) { return r->chat->tools && (!r->tools || r->tools->child); }
+
 /* Is a marked call being read, or may the pending text become one without marks? */
 static bool may_be_call(const Reader *r) {
     static const char named[] = "{\"name\":", typed[] = "{\"type\":\"function\","; /* white space aside */
@@ -80,7 +82,7 @@ static bool may_be_call(const Reader *r) {
     char begin[20] = "";
     size_t n = 0;
     if (r->in_content) return true;
-    if (!r->calls || !(row->alone) || r->now.content.n) return false;
+    if (!may_call(r) || !row->alone || r->now.content.n) return false;
     for (const char *s = r->pending.data; *s && n + 1 < sizeof begin; s++)
         if (!strchr(" \t\r\n", *s)) begin[n++] = *s;
     return begins(begin, named) || begins(named, begin) || begins(begin, typed) || begins(typed, begin);
@@ -101,7 +103,8 @@ static void end_call(Reader *r, size_t n, bool closed) {
     LocalJson json = json_parse(text.data, text.n, "call", &e);
     const char *name = json_string(json, "name"), *key = json_get(json, "arguments") ? "arguments" : "parameters";
     const cJSON *arguments = json_get(json, key);
-    bool ok = chat_word(name) && (arguments ? cJSON_IsObject(arguments) : !alone);
+    bool ok =
+        name && chat_word(name) && reader_declares(r, name, NULL) && (arguments ? cJSON_IsObject(arguments) : !alone);
     r->repairs += !ok || !(alone || closed);
     r->in_content = false;
     if (!ok) return;
@@ -152,7 +155,7 @@ Read answers_read(Reader *r, int token, int which) {
         if (thinking || !r->messages) end_text(r, "analysis"); /* a thought comes first */
     } else if (!(row->alone) || which != PYTHON_TAG) {
         size_t white = may_be_call(r) ? 0 : r->pending.n;
-        if (r->calls && which == (row->list ? OPEN_CALLS : OPEN_CALL) && !thinking && !r->in_content) {
+        if (may_call(r) && which == (row->list ? OPEN_CALLS : OPEN_CALL) && !thinking && !r->in_content) {
             tokenizer_flush(&r->decoder, &r->pending);
             say(r, white);
             r->in_content = true, r->quoted = false, r->scanned = 0, r->depth = 0;

@@ -137,24 +137,34 @@ static void add_call(Choice *c, const Message *m, Bytes arguments) {
                                                begins ? json_word("function") : NULL, "function", function, NULL));
 }
 
-/* Reads a token of a chat; a negative one ends it. Takes the text that this adds to a message. Without a stream, a call
- * waits until it is complete. */
+/* Reads a token of a chat; a negative one ends it. Takes what the messages gain by this, of the assistant's only.
+ * Without a stream, a call waits until it is complete, and text that turns out to be a thought, because one ends that
+ * nobody began, is no longer text. */
 static Read read_message(Choice *c, int token) {
     const Request *q = c->request;
     Reader *r = &c->reader;
-    LocalBytes text = {0};
+    const size_t had = r->now.content.n;
     const int before = r->messages;
-    const Read read = token < 0 ? reader_end(r, &text) : reader_push(r, token, &text);
-    const bool complete = r->messages > before;
-    const Message *m = complete ? r->message + r->messages - 1 : &r->now;
-    if (read.part == CALL && q->names) {
-        const bool new = q->stream ? text.n || (complete && !m->content.n) : complete;
-        if (new) add_call(c, m, q->stream ? text : m->content);
-    } else if (read.part == REASONING) {
-        bytes_add(&c->thoughts, text.data, text.n);
-    } else if (text.n) {
-        if (c->text.n && text.n == m->content.n) bytes_text(&c->text, "\n\n"); /* after a preamble */
-        bytes_add(&c->text, text.data, text.n);
+    const Part was = message_part(&r->now);
+    const Read read = token < 0 ? reader_end(r, NULL) : reader_push(r, token, NULL);
+    for (int i = before; i <= r->messages; i++) {
+        const Message *m = i < r->messages ? r->message + i : &r->now;
+        const Part part = kind_of(m);
+        size_t known = i == before ? had : 0;
+        if (part == REASONING && was == ANSWER && known && !q->stream) {
+            c->text.n -= known, c->text.data[c->text.n] = 0, known = 0;
+            if (c->shown > c->text.n) c->shown = c->text.n;
+        }
+        const Bytes gained = {.data = m->content.data + known, .n = m->content.n - known};
+        if (part == CALL && q->names) {
+            const bool wanted = q->parallel || known || !c->calls_n;
+            if (wanted && (q->stream ? gained.n : i < r->messages)) add_call(c, m, q->stream ? gained : m->content);
+        } else if (part == REASONING) {
+            bytes_add(&c->thoughts, gained.data, gained.n);
+        } else if (part <= CALL && gained.n) {
+            if (c->text.n && !known) bytes_text(&c->text, "\n\n"); /* after a preamble */
+            bytes_add(&c->text, gained.data, gained.n);
+        }
     }
     return read;
 }

@@ -208,6 +208,26 @@ static bool add_choices(Request *q, const Ids *prompt) {
     return true;
 }
 
+/* Takes chat_template_kwargs, where clients set one of two names that templates have for thinking, or both. */
+static bool take_template_values(Request *q, Conversation *talk) {
+    const cJSON *kwargs = json_get(q->json, "chat_template_kwargs"), *each, *thinks = NULL;
+    bool ok = !kwargs || cJSON_IsObject(kwargs);
+    cJSON_ArrayForEach(each, kwargs) {
+        const bool effort = same(each->string, "reasoning_effort") && cJSON_IsString(each);
+        if (cJSON_IsNull(each)) continue;
+        if (effort) {
+            conversation_set(&talk->effort, each->valuestring);
+        } else {
+            ok = ok && each->string && text_listed("thinking enable_thinking", each->string) && cJSON_IsBool(each) &&
+                 (!thinks || cJSON_IsTrue(thinks) == cJSON_IsTrue(each));
+            thinks = each;
+        }
+    }
+    if (cJSON_IsFalse(thinks)) conversation_set(&talk->effort, "none");
+    return ok ||
+           fail(&q->error, 400, "chat_template_kwargs may have only enable_thinking or thinking, and reasoning_effort");
+}
+
 /* Renders a conversation. The beginning of a forced call belongs to the answer, so that the reader gets it too. */
 bool make_chat(Request *q) {
     bool force;
@@ -221,13 +241,7 @@ bool make_chat(Request *q) {
     conversation_init(&talk);
     if (!conversation_parse(&talk, q->json, e)) return false;
     if (!talk.messages && !talk.instructions) return fail(e, 400, "messages is empty");
-    const cJSON *kwargs = json_get(q->json, "chat_template_kwargs"), *thinking = json_get(kwargs, "thinking");
-    const cJSON *thinks = thinking ? thinking : json_get(kwargs, "enable_thinking"); /* the first is DeepSeek's name */
-    const char *effort = json_string(kwargs, "reasoning_effort");
-    if (kwargs && (!cJSON_IsObject(kwargs) || cJSON_GetArraySize(kwargs) != (effort != NULL) + cJSON_IsBool(thinks)))
-        return fail(e, 400, "chat_template_kwargs may have only enable_thinking or thinking, and reasoning_effort");
-    if (effort) conversation_set(&talk.effort, effort);
-    if (cJSON_IsFalse(thinks)) conversation_set(&talk.effort, "none");
+    if (!take_template_values(q, &talk)) return false;
     if (!chat_render(chat, &talk, true, &ids, e)) return false;
     const size_t prompt = ids.n;
     if (force && !chat_force(chat, talk.effort, name, &ids, e)) return false;

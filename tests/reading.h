@@ -90,14 +90,14 @@ static bool starts_with(const char *data, size_t n, const char *with) {
     return n >= strlen(with) && !memcmp(data, with, strlen(with));
 }
 
-/* Appends the capital letters of one message, data[0..n), that stand behind the channel final. Left out are calls, and
- * headers that name a type. */
+/* Appends the capital letters of one message, data[0..n), that stand behind the channel final, and behind <|message|>
+ * if that ends the header. Left out are calls, and headers that name a type. */
 static void letters_of_message(const char *data, size_t n, Bytes *out) {
     bool header = true, final = false;
     size_t before = out->n;
     for (size_t i = 0; i < n; i++) {
         const char *rest = data + i;
-        header = header && *rest != MESSAGE;
+        if (header && *rest == MESSAGE) header = false, out->n = before;
         if (header &&
             (*rest == CONSTRAIN || starts_with(rest, n - i, "to=") || starts_with(rest, n - i, "functions."))) {
             out->n = before;

@@ -6,7 +6,7 @@ from array import array
 
 from test_prompt import message, parse
 
-from helpers import (GOLDENS, PARROT, PLAIN, Skip, data, each, expect, ids_of, infer, read_json, refused, render,
+from helpers import (GOLDENS, PARROT, PLAIN, Skip, copy_model, data, each, expect, ids_of, infer, read_json, refused, render,
                      safetensors, same, write_json)
 
 NEEDS = ("formats", "families")  # rooms
@@ -30,9 +30,9 @@ def folder_of(model, folder, template=None):
 
 def speaker(model, folder, *texts):
     """A model that answers with these texts, each a token, the last of which ends the answer. None may come twice or
-    end a prompt. All weights are zero but the embedding, where each token is a dimension, and the head, where a token
+    end a prompt. model None: one that speaks harmony. All weights are zero but the embedding, where each token is a dimension, and the head, where a token
     follows the one before it."""
-    made = folder_of(model, folder)
+    made = folder_of(model, folder) if model else copy_model(PARROT, folder, keep_weights=False)
     tokenizer = read_json(made / "tokenizer.json")
     ids, size = {t["content"]: t["id"] for t in tokenizer["added_tokens"]}, 448
     next_id = max(ids.values()) + 1

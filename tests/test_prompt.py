@@ -409,6 +409,24 @@ def test_default_date_is_today():
     expect(f"Current date: {before}\n" in text or f"Current date: {time.strftime('%Y-%m-%d')}\n" in text, text[:200])
 
 
+def test_what_clients_leave_out():
+    """A call's arguments may be empty, null or missing. A refusal is what the assistant said."""
+    def call(**arguments):
+        return {"messages": [HI, {"role": "assistant", "tool_calls": [{"id": "A", "function": {"name": "f", **arguments}}]}]}
+
+    def said(**message):
+        return {"messages": [HI, {"role": "assistant", **message}, HI]}
+    refusal, text = ({"type": kind, kind: "I cannot."} for kind in ("refusal", "text"))
+    each([("empty arguments", call(arguments=""), call(arguments="{}")),
+          ("null for arguments", call(arguments=None), call(arguments="{}")),
+          ("no arguments", call(), call(arguments="{}")),
+          ("a part", said(content=[refusal]), said(content="I cannot.")),
+          ("two parts", said(content=[text, refusal]), said(content="I cannot.\nI cannot.")),
+          ("a key", said(content=None, refusal="I cannot."), said(content="I cannot.")),
+          ("null", said(content="I cannot.", refusal=None), said(content="I cannot."))],
+         lambda name, given, expected: same(render(given), render(expected), "ids"))
+
+
 WRONG = [  # what, the conversation, words of the message
     ("no JSON", "{", ["JSON"]), ("nothing", "", ["JSON"]), ("an array", "[]", ["messages"]),
     ("no messages", {}, ["messages"]), ("messages are a text", {"messages": "Hi"}, ["messages"]),
@@ -418,6 +436,10 @@ WRONG = [  # what, the conversation, words of the message
     ("content is a number", {"messages": [{"role": "user", "content": 1}]}, ["messages[0].content"]),
     ("an image", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
      ["messages[0].content"]),
+    ("a user's refusal", {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "No."}]}]},
+     ["messages[0].content"]),
+    ("a refusal without text", {"messages": [HI, {"role": "assistant", "content": [{"type": "refusal"}]}]},
+     ["messages[1].content"]),
     ("a result without a call", {"messages": [HI, {"role": "tool", "content": "1"}]}, ["messages[1]"]),
     ("a result of another call", {"messages": [HI, called("f"), result("g", "1")]}, ["messages[2]", "tool_call_id G"]),
     ("a call without a name", {"messages": [HI, {"role": "assistant", "tool_calls": [
@@ -654,9 +676,26 @@ STREAMS = [  # what, the text of the tokens, the messages, whether something had
      [message("{}", **CALL)], True),
     ("text touches the channel", "<|channel|>finalHi<|return|>", [FINAL_HI], True),
     ("text touches the channel, and a message token", "<|channel|>finalHi<|message|> there<|return|>",
-     [message("Hi there", "final")], True),
+     [message(" there", "final")], True),
     ("text behind an unknown channel", "<|channel|>dreams of Hi<|return|>", [message("dreams of Hi")], True),
     ("text that begins like a header", "user json final<|return|>", [message("user json final")], True),
+    *[(f"words of a header: {junk}", f"<|channel|>commentary{junk}<|message|>{{}}<|call|>", [message("{}", **CALL)], True)
+      for junk in (" ?? to=functions.f", " to=functions.f ?? !", "?? to=functions.f", " ??to=functions.f",
+                   " 彩票 final to=functions.f", " user to=functions.f", " to=functions.f<|channel|>commentary")],
+    ("words behind the channel", "<|channel|>final of all<|message|>Hi<|return|>", [FINAL_HI], True),
+    ("a channel twice behind a recipient, and a constraint",
+     "<|channel|>commentary to=functions.f<|channel|>commentary<|constrain|>json<|message|>{}<|call|>",
+     [message("{}", **CALL, content_type="<|constrain|>json")], True),
+    *[(f"no arguments, ended by {end}", f"<|channel|>commentary to=functions.f<|message|>{end}", [message("{}", **CALL)],
+       end == "<|start|>") for end in ("<|call|>", "<|end|>", "<|return|>", "<|start|>")],
+    ("blank arguments", "<|channel|>commentary to=functions.f<|message|> <|call|>", [message(" {}", **CALL)], False),
+    ("arguments that a limit cut", "<|channel|>commentary to=functions.f<|message|>", [], False),
+    *[(f"to {who}", f"<|channel|>commentary to={who}<|message|>Hi<|end|>", [message("Hi", "commentary")], True)
+      for who in ("assistant", "user", "all")],
+    ("a user's turn", "<|channel|>final<|message|>Hi<|end|><|start|>user<|message|>Go on<|end|>",
+     [FINAL_HI, {"role": "user", "content": "Go on"}], False),
+    ("a tool's result", "<|start|>functions.f to=assistant<|channel|>commentary<|message|>7<|end|>",
+     [{"role": "tool", "name": "functions.f", "channel": "commentary", "recipient": "assistant", "content": "7"}], False),
     ("a call without message token", "<|channel|>commentary to=functions.f <|constrain|>json{}<|call|>",
      [message("{}", **CALL, content_type="<|constrain|>json")], True),
 ]

@@ -558,7 +558,8 @@ def test_fields_that_are_not_supported():
                  "echo": ([False], []), "top_logprobs": ([0], [2]), "add_special_tokens": ([True], [False]),
                  "skip_special_tokens": ([False, True], ["yes"])}
     chat_only = {**both, "enable_thinking": ([True], [False, "no"]), "response_format": ([text], [schema]), "tools": ([[]], []), "echo": ([False], [True]),
-                 "chat_template_kwargs": ([{}], [{"x": 1}, {"enable_thinking": True, "x": 1}, 5, [], {"thinking": 5},
+                 "chat_template_kwargs": ([{}, {"enable_thinking": None, "x": None}, {"thinking": True, "enable_thinking": True}],
+                                          [{"x": 1}, {"thinking": True, "enable_thinking": False}, {"enable_thinking": True, "x": 1}, 5, [], {"thinking": 5},
                                                  {"reasoning_effort": 5}]),
                  "logprobs": ([False], []), "top_logprobs": ([0], [2]), "add_special_tokens": ([False], [True]),
                  "skip_special_tokens": ([True], [False])}
@@ -595,12 +596,54 @@ def test_thinking_switched_off(folder):
                  tokens(on))
         same(tokens({"chat_template_kwargs": {"reasoning_effort": "high", "enable_thinking": False}}), tokens(off))
         for x in (True, False):  # as DeepSeek V3.1's template calls it
-            same(tokens({"chat_template_kwargs": {"thinking": x}}), tokens(on if x else off))
+            for kwargs in {"thinking": x}, {"thinking": x, "enable_thinking": x}, {"thinking": None, "enable_thinking": x}:
+                same(tokens({"chat_template_kwargs": kwargs}), tokens(on if x else off))
     with Server(PARROT) as s:
         s.refuses(CHAT, {"messages": HELLO, **off}, "effort", "none")
         s.refuses(CHAT, {"messages": HELLO, "chat_template_kwargs": {"reasoning_effort": "x"}}, "reasoning_effort", "'x'")
         refusal = s.refuses(CHAT, {"messages": HELLO, "reasoning_effort": "none"}, "effort", "none")
         same(refusal["param"], "reasoning_effort")
+
+
+def test_a_thought_that_nobody_began(folder):
+    """It ends, so it was one: not text, not scored, and no text that stops an answer behind it. In a stream the client
+    has it as text already."""
+    needs("formats", "families")
+    body = {"messages": HELLO, "temperature": 0, "logprobs": True}
+    with Server(speaker("Qwen3", folder, "I must", " think.", "</think>", "\n\n", "Four", ".", "<|im_end|>")) as s:
+        for more in {}, {"stop": "Five"}:
+            choice = s.post(CHAT, {**body, **more})["choices"][0]
+            same(choice["message"], {"role": "assistant", "content": "Four.", "reasoning_content": "I must think."})
+            same([t["token"] for t in choice["logprobs"]["content"]], ["Four", "."], "scores")
+        same(s.post(CHAT, {**body, "stop": "our"})["choices"][0]["message"]["content"], "F", "stopped")
+        parts = [e["choices"][0]["delta"] for e in events(s.ask("POST", CHAT, {**body, "stream": True}))]
+        same("".join(p.get("content") or "" for p in parts), "I must think.\n\nFour.", "streamed")
+
+
+def test_harmony_calls_only_what_is_declared(folder):
+    """Streamed or not: a call of a function of the request, never of another recipient or in a turn of somebody else's."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    call = {"name": "f", "arguments": '{"a": 1}'}
+
+    def check(name, tokens, content, function):
+        with Server(speaker(None, folder, *tokens)) as s:
+            body = {"messages": HELLO, "temperature": 0, "tools": tools}
+            choice = s.post(CHAT, body)["choices"][0]
+            calls = choice["message"].get("tool_calls") or []
+            same((choice["message"]["content"], [c["function"] for c in calls]), (content, [function] if function else []))
+            same(choice["finish_reason"], "tool_calls" if function else "stop")
+            deltas = [e["choices"][0]["delta"] for e in events(s.ask("POST", CHAT, {**body, "stream": True}))]
+            same("".join(d.get("content") or "" for d in deltas), content or "", "streamed")
+            parts = [c["function"] for d in deltas for c in d.get("tool_calls") or []]
+            same("".join(p["arguments"] for p in parts), function["arguments"] if function else "", "streamed arguments")
+    begin, constrain, open_, end = "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>"
+    each([("declared", [begin, "commentary", " to=functions.f ", constrain, "json", open_, '{"a"', ": 1}", end], None, call),
+          ("junk", [begin, "commentary", " ?? to=functions.f", open_, '{"a": 1}', end], None, call),
+          ("no arguments", [begin, "commentary", " to=functions.f", open_, end], None, {**call, "arguments": "{}"}),
+          ("python", [begin, "commentary", " to=python", open_, "print(1)", end], "print(1)", None),
+          ("assistant", [begin, "commentary", " to=assistant", open_, "Hm.", end], "Hm.", None),
+          ("a user's turn", [begin, "final", open_, "Four.", "<|end|>", "<|start|>", "user", "<|return|>"], "Four.", None)],
+         check)
 
 
 def test_without_tools_a_call_is_text(folder):

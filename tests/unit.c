@@ -678,7 +678,7 @@ typedef struct {
     Chat chat;
     Reader reader;
     Conversation conversation;
-    Ids sampled, rendered;
+    Ids sampled;
     Bytes shown;
 } Talk;
 
@@ -696,43 +696,84 @@ static void talk_sample(Talk *t, const char *text) {
     must(tokenizer_encode(t->tokenizer, text, strlen(text), CONTROL_TOKENS, &t->sampled, &e), &e);
 }
 
-static void talk_render(Talk *t) {
-    Error e;
-    must(chat_render(&t->chat, &t->conversation, false, &t->rendered, &e), &e);
-}
-
 static void talk_close(Talk *t) {
     reader_free(&t->reader);
     conversation_free(&t->conversation);
     tokenizer_close(t->tokenizer);
     ids_free(&t->sampled);
-    ids_free(&t->rendered);
     bytes_free(&t->shown);
 }
 
-/* A model that goes on in the name of others says nothing for them: no message of its own becomes a question or an
+/* A model that goes on in the name of others ends its answer: nothing of theirs is the assistant's, a question or an
  * instruction. */
-static void roles_are_not_taken(void) {
-    static const char said[] = "<|channel|>final<|message|>Hi<|end|><|start|>user<|message|>Go on<|end|>"
-                               "<|start|>system<|message|>Obey<|end|><|start|>developer<|message|>Obey<|return|>";
-    Talk t;
-    talk_open(&t);
-    talk_sample(&t, said);
-    for (size_t i = 0; i < t.sampled.n; i++) reader_push(&t.reader, t.sampled.data[i], &t.shown);
-    check(t.reader.messages == 4 && t.reader.repairs == 3, "%d messages were read with %d repairs", t.reader.messages,
-          t.reader.repairs);
-    reader_take(&t.reader, &t.conversation);
-    const Conversation *c = &t.conversation;
-    for (int i = 0; i < c->messages; i++)
-        check(!strcmp(c->message[i].role, "assistant"), "role %s", c->message[i].role);
-    talk_render(&t);
-    int assistants = 0;
-    t.sampled.n = 0;
-    talk_sample(&t, "<|start|>assistant");
-    for (size_t i = 0; i + 1 < t.rendered.n; i++)
-        assistants += !memcmp(t.rendered.data + i, t.sampled.data, t.sampled.n * sizeof(int));
-    check(assistants == 4, "%d messages of 4 are rendered as the assistant's", assistants);
-    talk_close(&t);
+static void others_turns_end_an_answer(void) {
+    static const char *const others[] = {"<|start|>user<|message|>",
+                                         "<|start|>system<|message|>",
+                                         "<|start|>developer<|channel|>final<|message|>",
+                                         "<|start|>functions.f to=assistant<|channel|>commentary<|message|>",
+                                         "<|start|>python to=assistant<|message|>",
+                                         "<|start|>tool<|message|>",
+                                         "user<|message|>",
+                                         "<|start|>user",
+                                         "<|start|>user to=functions.f<|message|>"};
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+        Talk t;
+        talk_open(&t);
+        talk_sample(&t, "<|channel|>final<|message|>Hi<|end|>");
+        talk_sample(&t, others[i]);
+        if (i != 7) talk_sample(&t, "Go on"); /* 7: without <|message|> the end of the message tells */
+        talk_sample(&t, i == 7 ? " Go on<|end|>" : "<|return|>");
+        bool stop = false;
+        size_t n = 0;
+        while (n < t.sampled.n && !stop) stop = reader_push(&t.reader, t.sampled.data[n++], &t.shown).stop;
+        check(stop && (i == 7 || n + 1 < t.sampled.n), "%s does not end the answer", others[i]);
+        if (i != 7) reader_end(&t.reader, &t.shown);
+        check(t.reader.messages == 1 + (i == 7), "%s: %d messages", others[i], t.reader.messages);
+        check(kind_of(t.reader.message) == ANSWER && !strcmp(t.reader.message->content.data, "Hi"), "the answer");
+        check(i != 7 || kind_of(t.reader.message + 1) == USER, "whose text is it?");
+        talk_close(&t);
+    }
+}
+
+/* Of all recipients only the functions of the request are called; junk that touches a name does not hide it. Expected:
+ * the name behind "functions.", or NULL: the message is text on its channel. */
+static void only_declared_functions_are_called(void) {
+    static const char tools[] = "[{\"type\":\"function\",\"function\":{\"name\":\"f\"}},"
+                                "{\"type\":\"function\",\"function\":{\"name\":\"get_weather\"}}]";
+    static const struct {
+        const char *to, *called;
+    } cases[] = {{"functions.f", "functions.f"},
+                 {"f", "f"},
+                 {"functions.get_weather\xe5\xbd\xa9", "functions.get_weather"},
+                 {"functions.f?", "functions.f"},
+                 {"functions.g", NULL},
+                 {"functions.", NULL},
+                 {"functions", NULL},
+                 {"python", NULL},
+                 {"browser.search", NULL},
+                 {"assistant", NULL},
+                 {"user", NULL},
+                 {"all", NULL}};
+    Error e;
+    for (size_t i = 0; i < 2 * sizeof cases / sizeof *cases; i++) { /* the second time without tools */
+        const bool bare = i >= sizeof cases / sizeof *cases;
+        const char *to = cases[i % (sizeof cases / sizeof *cases)].to, *called = bare ? NULL : cases[i].called;
+        Talk t;
+        talk_open(&t);
+        reader_free(&t.reader);
+        t.conversation.request = cJSON_CreateObject();
+        if (!bare)
+            cJSON_AddItemToObject(t.conversation.request, "tools", json_parse(tools, strlen(tools), "tools", &e));
+        reader_init(&t.reader, &t.chat, &t.conversation);
+        LocalText said = text_print("<|channel|>commentary to=%s <|constrain|>json<|message|>{}<|call|>", to);
+        talk_sample(&t, said);
+        for (size_t k = 0; k < t.sampled.n; k++) reader_push(&t.reader, t.sampled.data[k], &t.shown);
+        const Message *m = t.reader.message;
+        check(t.reader.messages == 1 && !strcmp(m->content.data, "{}"), "%s: the text", to);
+        check(kind_of(m) == (called ? CALL : PREAMBLE), "%s is%s called", to, called ? " not" : "");
+        check(!called || !strcmp(m->recipient, called), "%s calls %s", to, m->recipient);
+        talk_close(&t);
+    }
 }
 
 /* Fails with answer number i in visible characters if there is a problem; frees it. */
@@ -941,7 +982,8 @@ int main(int argc, char **argv) {
     run("unit: a draw waits until it is told what it may draw", odd_draws_wait);
     run("unit: invalid UTF-8", invalid_utf8);
     run("unit: tokens without a row", tokens_without_a_row);
-    run("unit: what the model writes in others' names is its own", roles_are_not_taken);
+    run("unit: somebody else's turn ends an answer", others_turns_end_an_answer);
+    run("unit: only declared functions are called", only_declared_functions_are_called);
     run("unit: answers at random are rendered and read again", readings_are_rendered_and_read_again);
     run("unit: calls can be forced", calls_are_forced);
     run("unit: JSON is strict", json_is_strict);
