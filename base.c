@@ -66,6 +66,14 @@ void bytes_free(Bytes *b) {
     *b = (Bytes){0};
 }
 
+void marked_add(Marked *m, const void *data, size_t n, bool own) {
+    bytes_add(&m->text, data, n);
+    bytes_add(&m->own, NULL, 0);
+    for (size_t i = 0; i < n; i++) bytes_add(&m->own, own ? "\1" : "", 1);
+}
+
+void marked_free(Marked *m) { bytes_free(&m->text), bytes_free(&m->own); }
+
 void ids_append(Ids *ids, const int *more, size_t n) {
     if (ids->n + n > ids->room)
         ids->data = reallocate(ids->data, (ids->room = grown(ids->room, ids->n + n)) * sizeof(int));

@@ -54,6 +54,13 @@ char *bytes_print(Bytes *b, const char *format, ...) __attribute__((format(print
 #define copy_text(text, n) text_print("%.*s", (int)(n), text)
 void bytes_free(Bytes *b);
 
+typedef struct { /* a text that knows who wrote it: own.data[i] is 1 if byte i is a template's, 0 if it is from outside
+                  */
+    Bytes text, own;
+} Marked;
+void marked_add(Marked *m, const void *data, size_t n, bool own);
+void marked_free(Marked *m);
+
 typedef struct { /* token ids that grow */
     int *data;
     size_t n, room;
@@ -81,6 +88,7 @@ uint64_t text_hash(uint64_t h, const char *s, size_t n);
  * where it is declared, one LocalText or LocalJson a line. LOCAL: of a type with another function that frees it. */
 #define LOCAL(release) __attribute__((cleanup(release)))
 #define LocalBytes     LOCAL(bytes_free) Bytes
+#define LocalMarked    LOCAL(marked_free) Marked
 #define LocalIds       LOCAL(ids_free) Ids
 #define LocalText      LOCAL(text_free) char *
 #define LocalJson      LOCAL(json_free) cJSON *

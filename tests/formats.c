@@ -1,5 +1,65 @@
 /* formats.c: what unit.c checks of formats/: answers in other formats than harmony. unit.c includes it. */
 
+#include "../formats/jinja.h"
+
+/* Each construct of the language gives what jinja2 gives, or is refused, as jinja2 does. Texts from outside in letters
+ * that no template has keep their origin, whatever is done to them. */
+static void templates_equal_jinja2(void) {
+    Error e;
+    struct tm day = {0};
+    cJSON *golden = json_read("tests/goldens/jinja.json", 1 << 20, &e);
+    must(golden, &e);
+    const cJSON *row, *own = json_get(golden, "own");
+    strptime(json_string(golden, "date"), "%Y-%m-%d", &day);
+    cJSON_ArrayForEach(row, json_get(golden, "rows")) {
+        const char *source = cJSON_GetStringValue(row->child), *text = cJSON_GetStringValue(row->child->next);
+        Jinja *t = jinja_parse(source, strlen(source), &e);
+        Marked out = {0}, greek = {0};
+        const bool ok = t && jinja_render(t, own, json_get(golden, "values"), &day, &out, &e);
+        check(ok == (text != NULL), "%s is %s: %s", source, ok ? "not refused" : "refused", ok ? "" : e.text);
+        check(ok || strstr(e.text, "line "), "an error without a line: %s", e.text);
+        check(!ok || !text || same(out.text.data, text), "%s gives %s", source, out.text.data);
+        if (t && jinja_render(t, own, json_get(golden, "greek"), &day, &greek, &e))
+            for (size_t i = 0; i < greek.text.n; i++)
+                check(((unsigned char)greek.text.data[i] & 0xFE) != 0xCE || !greek.own.data[i], "%s loses an origin",
+                      source);
+        marked_free(&out), marked_free(&greek);
+        jinja_free(t);
+    }
+    cJSON_Delete(golden);
+}
+
+/* What a template does without end, or with too much memory, is refused. */
+static void hostile_templates_are_bounded(void) {
+    static const char *const sources[] = {
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set ns = namespace(x='aaaaaaaaaaaaaaaa') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor "
+        "%}",
+        "{{ 'a' * 9999999999 }}",
+        "{{ '%9999999999d' % 1 }}",
+        "{{ '{:9999999999}'.format(1) }}",
+        "{{ 7 ** 99999999 }}",
+        "{{ [1] * 9999999999 }}",
+        "{{ range(100001) | list }}",
+        "{{ 'a' | indent(999999999) }}",
+        "{% set ns = namespace(x=[]) %}{% for i in range(9999) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x }}",
+        "{% set ns = namespace(x=[]) %}{% for i in range(9999) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x == ns.x "
+        "}}"};
+    Error e;
+    for (size_t i = 0; i < sizeof sources / sizeof *sources; i++) {
+        Marked out = {0};
+        Jinja *t = jinja_parse(sources[i], strlen(sources[i]), &e);
+        check(t && !jinja_render(t, NULL, NULL, NULL, &out, &e) && e.code == USAGE, "%s is not refused", sources[i]);
+        marked_free(&out), jinja_free(t);
+    }
+    Bytes deep = {0};
+    bytes_text(&deep, "{{ ");
+    for (int i = 0; i < 100000; i++) bytes_text(&deep, i % 2 ? "(" : "[");
+    check(!jinja_parse(deep.data, deep.n, &e) && e.code == BAD_MODEL, "100,000 brackets are not refused");
+    bytes_free(&deep);
+}
+
 /* The same in other formats. */
 static void other_formats_are_rendered_and_read_again(void) {
     static const char *const pieces[] = {"\1",
@@ -65,6 +125,8 @@ static void calls_of_formats_are_forced(void) {
 }
 
 static void formats_tests(void) {
+    run("unit: templates equal jinja2's", templates_equal_jinja2);
+    run("unit: hostile templates are bounded", hostile_templates_are_bounded);
     run("unit: answers in other formats are rendered and read again", other_formats_are_rendered_and_read_again);
     run("unit: calls can be forced in every other format that has tools", calls_of_formats_are_forced);
 }
