@@ -154,7 +154,9 @@ static Value boolean(bool b) { return (Value){BOOL, true, .whole = b, .digits = 
 static Value whole(int64_t n) { return (Value){WHOLE, true, .whole = n, .digits = NULL}; }
 static Value real(double x) { return (Value){REAL, true, .real = x}; }
 static Value of_list(Kind kind, List *list) { return (Value){kind, .list = list}; }
-static Value text_of(const Buffer *b) { return (Value){TEXT, .data = b->data, .by = b->by, .n = b->n}; }
+static Value text_of(const Buffer *b) {
+    return (Value){TEXT, .data = b->n ? b->data : "", .by = b->n ? b->by : "", .n = b->n};
+}
 static Value part_of(Value text, size_t from, size_t n) {
     return (Value){TEXT, .data = text.data + from, .by = text.by + from, .n = n};
 }

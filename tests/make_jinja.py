@@ -169,7 +169,7 @@ def main():
     out = []
     for template in rows():
         text = rendered(template, {**OWN, **VALUES})
-        if text is not None and " object at 0x" not in text:
+        if text is not None and " at 0x" not in text:
             out.append([template, text])
         elif any(template in line.split("|") for line in REFUSED):
             assert text is None, template
