@@ -16,7 +16,7 @@ ARCHES = $(foreach a,$(filter sm_%,$(CUDA_ARCH)),-gencode=arch=compute_$(a:sm_%=
 
 # A room is a folder that adds something to the core; extensions.c has its rows, extensions.cuh its part on the card.
 # EXTENSIONS=no builds the core alone, programs included, below build/core. FAST=no: without fast/.
-ROOMS     = $(if $(filter no,$(EXTENSIONS)),,$(wildcard families encodings formats serve commands terminal \
+ROOMS     = $(if $(filter no,$(EXTENSIONS)),,$(wildcard families encodings formats json serve commands terminal \
                                                         $(if $(filter yes,$(FAST)),fast)))
 
 BUILD     = build$(if $(filter no,$(EXTENSIONS)),/core)
@@ -111,6 +111,10 @@ $(HERE)infer-reference: $(call objects,reference,$(REFERENCE))
 $(BUILD)/reference/unit: $(call objects,reference,$(TESTED) tests/unit.c)
 	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
 
+# test_json.py compares grammars with jsonschema
+$(BUILD)/reference/schemas: $(call objects,reference,$(REFERENCE) tests/schemas.c)
+	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
+
 $(BUILD)/reference/%.o: %.c Makefile $(BUILD)/rooms.txt
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(CFLAGS) -DBACKEND=reference -c $< -o $@
@@ -184,8 +188,8 @@ LEARNER     = $(wildcard infer.h infer.c tokenizer.c sampling.h infer.cu)
 ROOT        = $(wildcard *.c *.h *.cu *.cuh)
 MAX_LEARNER = 4400
 MAX_ROOT    = 8900
-MAX_LINES   = 20880
-MAX_ENTRIES = 35
+MAX_LINES   = 22680
+MAX_ENTRIES = 36
 count: ## lines of each file
 	@wc -l $(COUNTED) | sort -n
 budget: ## do the sources keep the rules of size: the rings, columns of a line, lines of a function?

@@ -36,11 +36,12 @@ import helpers
 ROOT = helpers.TESTS.parent
 # The core's tests in C, and the rooms'; those of encodings/ are of models of families/.
 PARTS = {"unit.c": (), "families.c": ("families",), "encodings.c": ("encodings", "families"), "formats.c": ("formats",),
-         "terminal.c": ("terminal",), "gpu.c": (), "gpu_families.c": ("families",),
+         "json.c": ("json",), "terminal.c": ("terminal",), "gpu.c": (), "gpu_families.c": ("families",),
          "gpu_encodings.c": ("encodings", "families")}
 QUIET = 10  # seconds without a result until a line says what runs
 # Builds: what make makes, what the first lines call it, and seconds of processor time. They have no object in common.
-BUILDS = {"reference": ([helpers.PLAIN, helpers.BUILD / "reference/unit"], "infer-reference", 13),
+BUILDS = {"reference": ([helpers.PLAIN, helpers.BUILD / "reference/unit",
+                         *[helpers.BUILD / "reference/schemas"] * helpers.has("json")], "infer-reference", 13),
           "asan": ([helpers.CHECKED, helpers.BUILD / "asan/unit"], "the same with sanitizers", 17),
           "emulated": ([helpers.BUILD / "emulated/gpu"], "the kernels for the processor", 36),
           "cuda": ([helpers.BUILD / "cuda/gpu", helpers.PLAIN.with_name("infer")], "the kernels for the GPU", 300)}

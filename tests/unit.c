@@ -955,6 +955,9 @@ static void sinks(void) { real_sinks(&reference, F32, 0); }
 #if defined ROOM_encodings && defined ROOM_families
 #include "encodings.c"
 #endif
+#ifdef ROOM_json
+#include "json.c"
+#endif
 #ifdef ROOM_formats
 #include "formats.c"
 #endif
@@ -994,6 +997,9 @@ int main(int argc, char **argv) {
 #endif
 #if defined ROOM_encodings && defined ROOM_families
     encodings_tests();
+#endif
+#ifdef ROOM_json
+    json_tests();
 #endif
 #ifdef ROOM_formats
     formats_tests();

@@ -1,0 +1,169 @@
+/* json.c: what unit.c checks of json/ without a model: which texts grammars have, what is refused and how soon, and
+ * that a mask has exactly the tokens that can be read. unit.c includes it. test_json.py compares with jsonschema. */
+#include "../json/json.h"
+#include "parrot.h"
+
+static int schema_of(Grammar *g, const char *text, Error *e) {
+    LocalJson json = json_parse(text, strlen(text), "schema", e);
+    grammar_open(g);
+    const int node = json ? schema_node(g, json, "schema", e) : -1;
+    return node < 0 ? DEAD : state_start(g, node);
+}
+
+static bool reads(Grammar *g, int start, const char *text) {
+    return g->of[state_run(g, start, text, strlen(text))].ends;
+}
+
+static void grammars_have_these_texts(void) {
+    static const char *const cases[][4] = {
+        /* a schema, texts that it has and has not, one a line */
+        {"{\"type\":\"integer\",\"minimum\":-12,\"exclusiveMaximum\":105}", "-12\n-1\n0\n9\n99\n104",
+         "-13\n105\n00\n1.0\n+1\n1e1\n-100"},
+        {"{\"type\":\"number\",\"minimum\":0.25,\"maximum\":10}", "0.25\n0.251\n10\n10.00\n9.999",
+         "0.249\n10.01\n0.2\n.5\n1e0\n-1\n11"},
+        {"{\"type\":\"number\",\"exclusiveMinimum\":-0.5,\"exclusiveMaximum\":0}", "-0.49\n-0.0001",
+         "-0.5\n0\n-0\n-0.50\n-0.0"},
+        {"{\"type\":\"string\",\"minLength\":2,\"maxLength\":3}",
+         "\"ab\"\n\"\\u00e9\xC3\xA9\"\n\"\\ud83d\\ude00a\"\n\"\\n\\\"\\\\\"",
+         "\"a\"\n\"abcd\"\n\"\\ud83d1\"\n\"\\u0000a\"\n\"\\/a\"\n\"a\tb\""},
+        {"{\"properties\":{\"a\":{\"type\":\"null\"},\"b\":{\"const\":[1,{\"x\":\"y\"}]}},\"required\":[\"b\"]}",
+         "{\"b\":[1,{\"x\":\"y\"}]}\n{\"a\": null, \"b\": [1, {\"x\": \"y\"}]}",
+         "{}\n{\"b\":[1]}\n{\"b\":  null}\n{\"a\":null}\n[]\n{\"b\":[1,{\"x\":\"y\"}],\"a\":null}"},
+        {"{\"type\":\"array\",\"prefixItems\":[{\"type\":\"integer\"}],\"items\":{\"type\":\"boolean\"},\"minItems\":2,"
+         "\"maxItems\":3}",
+         "[1,true]\n[1, true, false]", "[1]\n[]\n[true]\n[1,true,true,true]"},
+        {"{\"properties\":{\"ab\":false,\"ac\":{\"type\":\"null\"}},\"additionalProperties\":{\"type\":\"integer\"}}",
+         "{}\n{\"ac\":null}\n{\"a\":1,\"abc\":2,\"\xC3\xA9\":3}",
+         "{\"ab\":1}\n{\"ab\":null}\n{\"a\":null}\n{\"ac\":null,\"ac\":1}"},
+        {"{\"$defs\":{\"n\":{\"type\":[\"null\",\"object\"],\"properties\":{\"n\":{\"$ref\":\"#/$defs/"
+         "n\"}}}},\"$ref\":\"#/$defs/n\"}",
+         "null\n{}\n{\"n\":null}\n{\"n\":{\"n\":{\"n\":{}}}}", "{\"n\":1}\n{\"n\":{\"n\":}}"},
+        {"{\"anyOf\":[{\"type\":\"string\",\"pattern\":\"^(\\\\d{2}:){1,2}x|\\\"$\"},{\"enum\":[1.50,null]}]}",
+         "\"12:xyz\"\n\"12:34:x\"\n\"a\\\"\"\n1.50\nnull", "\"x\"\n\"12:34:56:x\"\n\"\\\"a\"\n1.5\n1"},
+        {"{\"allOf\":[{\"type\":\"string\",\"pattern\":\"^(ab)*$\"},{\"minLength\":3,\"maxLength\":5}]}", "\"abab\"",
+         "\"ab\"\n\"ababab\"\n\"aba\""},
+        {"{\"type\":\"string\",\"format\":\"date\"}", "\"2026-02-28\"\n\"2026-12-31\"",
+         "\"2026-02-30\"\n\"2026-13-01\"\n\"26-01-01\""},
+        {"{\"type\":\"string\",\"nullable\":true}", "null\n\"\"", "1\ntrue"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        Grammar g;
+        Error e = {0};
+        const int start = schema_of(&g, cases[i][0], &e);
+        check(start, "%s: %s", cases[i][0], e.text);
+        for (int has = 1; has <= 2; has++) {
+            LocalText texts = text_print("%s", cases[i][has]);
+            char *rest = texts;
+            for (char *text; (text = strsep(&rest, "\n"));)
+                check(reads(&g, start, text) == (has == 1), "%s %s %s", cases[i][0], has == 1 ? "lacks" : "has", text);
+        }
+        grammar_close(&g);
+    }
+}
+
+/* What is not held to is refused, with keyword and place. */
+static void schemas_are_refused(void) {
+    static const char *const cases[][2] = {
+        {"{\"not\":{}}", "not at # "},
+        {"{\"properties\":{\"a\":{\"items\":{\"patternProperties\":{}}}}}",
+         "patternProperties at #/properties/a/items "},
+        {"{\"anyOf\":[true,{\"multipleOf\":2}]}", "multipleOf at #/anyOf/1 "},
+        {"{\"type\":\"array\",\"uniqueItems\":true}", "uniqueItems at # "},
+        {"{\"if\":{},\"then\":{}}", "if at # "},
+        {"{\"type\":\"object\",\"minProperties\":1}", "minProperties at # "},
+        {"{\"$defs\":{\"a\":{\"pattern\":\"(?=a)\"}},\"$ref\":\"#/$defs/a\"}", "pattern at # has a look-around"},
+        {"{\"pattern\":\"(a)\\\\1\"}", "back-reference at byte"},
+        {"{\"format\":\"uri\"}", "format at # "},
+        {"{\"$ref\":\"http://x.example/y\"}", "$ref at # "},
+        {"{\"$ref\":\"#/$defs/none\"}", "$ref at # leads nowhere"},
+        {"{\"oneOf\":[{\"type\":\"integer\"},{\"type\":\"number\"}]}", "oneOf at # has cases that may overlap"},
+        {"{\"allOf\":[{\"not\":{}},{}]}", "not at # "},
+        {"{\"type\":\"integer\",\"minimum\":2,\"maximum\":1}", "allows no value"},
+        {"{\"properties\":{\"a\":{\"$ref\":\"#\"}},\"required\":[\"a\"]}", "allows no value"},
+        {"{\"type\":\"text\"}", "type at # "},
+        {"[]", "is no schema"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        Grammar g;
+        Error e = {0};
+        const int start = schema_of(&g, cases[i][0], &e);
+        check(!start && e.code == USAGE && strstr(e.text, cases[i][1]), "%s: %s", cases[i][0], e.text);
+        grammar_close(&g);
+    }
+}
+
+/* Schemas that explode are refused, or need not much. */
+static void schemas_do_not_explode(void) {
+    static const char *const cases[] = {"{\"type\":\"string\",\"pattern\":\"(a|b)*a(a|b){20}\",\"maxLength\":1000}",
+                                        "{\"type\":\"string\",\"pattern\":\"^(a{1,1000}){1,1000}$\"}",
+                                        "{\"type\":\"string\",\"pattern\":\"^((a?){0,100000}){0,100000}$\"}",
+                                        "{\"type\":\"string\",\"pattern\":\"^[a-z]{1,100000}$\",\"maxLength\":100000}",
+                                        "{\"type\":\"number\",\"minimum\":-1e308,\"maximum\":1e308}",
+                                        "{\"type\":\"array\",\"minItems\":2000000000,\"maxItems\":2000000000}",
+                                        "{\"$ref\":\"#\",\"type\":\"object\"}"};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        Grammar g;
+        Error e = {0};
+        schema_of(&g, cases[i], &e);
+        check(g.state.begin.n < 100000 && g.flags.n < 10000, "%s: %zu states", cases[i], g.state.begin.n);
+        grammar_close(&g);
+    }
+    LocalBytes deep = {0}; /* each case is in each of the next */
+    bytes_text(&deep, "{\"type\":\"integer\"}");
+    for (int i = 0; i < 8; i++) {
+        LocalText inner = text_print("%s", deep.data);
+        deep.n = 0;
+        bytes_print(&deep, "{\"anyOf\":[%s,{\"allOf\":[%s,{\"minimum\":%d}]},%s]}", inner, inner, i, inner);
+    }
+    Grammar g;
+    Error e = {0};
+    schema_of(&g, deep.data, &e);
+    check(g.flags.n < 300000, "%zu nodes", g.flags.n);
+    grammar_close(&g);
+}
+
+/* Walks random texts of a grammar by tokens. At each place every token is tried by itself. */
+static void masks_have_the_tokens_that_can_be_read(void) {
+    static const char *const schemas[] = {
+        "{}", "{\"type\":\"string\",\"minLength\":3,\"maxLength\":12}",
+        "{\"properties\":{\"name\":{\"type\":\"string\"},\"n\":{\"type\":\"integer\",\"minimum\":-5,\"maximum\":300},"
+        "\"tags\":{\"type\":\"array\",\"items\":{\"enum\":[\"red\",\"green\",1,null]}},\"d\":{\"format\":\"date-time\"}"
+        "},"
+        "\"additionalProperties\":{\"type\":\"number\"}}",
+        "{\"type\":\"string\",\"pattern\":\"^(\\\\w+ ){2,4}[^a]*$\",\"maxLength\":40}"};
+    Error e;
+    uint64_t random = 7;
+    Tokenizer *t = parrot_open(NULL, &e);
+    must(t, &e);
+    const int size = tokenizer_size(t), end = tokenizer_added(t, "<|return|>");
+    Vocabulary *v = vocabulary_open(t, size, &end, 1);
+    for (int i = 0; i < 4 * (thorough ? 6 : 1); i++) {
+        Grammar g;
+        int state = schema_of(&g, schemas[i % 4], &e);
+        if (i % 8 < 4) prepare_masks(&g, v);
+        for (int step = 0; step < 40 && state; step++) {
+            const uint32_t *row = state_tokens(&g, v, state);
+            LocalIds may = {0};
+            for (int id = 0; id < size; id++) {
+                const bool can = state_token(&g, v, state, id);
+                check(can == (row[id / 32] >> id % 32 & 1), "schema %d, step %d: token %d", i % 4, step, id);
+                if (can) ids_add(&may, id);
+            }
+            check(may.n || g.of[state].ends, "schema %d, step %d: no token", i % 4, step);
+            if (!may.n) break;
+            int pick;
+            fill_random(&pick, 1, may.n, &random);
+            const int forced = state_forced(&g, state), next = state_token(&g, v, state, may.data[pick]);
+            check(forced < 0 || state_step(&g, state, (unsigned char)forced), "what is forced cannot come");
+            state = next;
+        }
+        grammar_close(&g);
+    }
+    vocabulary_close(v);
+    tokenizer_close(t);
+}
+
+static void json_tests(void) {
+    run("unit: grammars of schemas have the texts that they should", grammars_have_these_texts);
+    run("unit: schemas that are not supported are refused with keyword and place", schemas_are_refused);
+    run("unit: schemas do not explode", schemas_do_not_explode);
+    run("unit: masks have the tokens that can be read", masks_have_the_tokens_that_can_be_read);
+}
