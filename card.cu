@@ -131,8 +131,8 @@ struct Source {
     int matrix;                     /* which of the Matrix's */
 };
 
-#ifndef PIECE_BYTES /* read at once; tests give fewer, so that small matrices come in pieces too */
-#define PIECE_BYTES (16 << 20)
+#ifndef PIECE_BYTES /* read at once of so many; tests take fewer, so that small matrices come in pieces too */
+#define PIECE_BYTES(bytes) ((size_t)16 << 20)
 #endif
 
 /* A model being loaded: several threads read pieces into pinned buffers (a mapped file would fault page by page), while
@@ -147,7 +147,6 @@ struct Upload {
     struct Piece { /* n lines of a matrix */
         int job, matrix, line, n;
     };
-    static constexpr size_t PIECE = PIECE_BYTES;
     static constexpr int READERS = 6, BUFFERS = 2;
     const Gpu *gpu;
     std::vector<Job> job;
@@ -265,7 +264,7 @@ static __global__ void place_fp4(Source s, Matrix m, Rows rows, int *bad) {
 void Upload::add(const Linear &w, const Matrix &to, Rows place, int layer, const char *name) {
     const View &data = w.each->data;
     const int columns = types[w.type].columns;
-    int n = std::max<size_t>(1, PIECE / std::max<size_t>(1, data.stride));
+    int n = std::max<size_t>(1, PIECE_BYTES(data.stride * data.lines) / std::max<size_t>(1, data.stride));
     if (columns) n = std::max(1, n * columns / CHUNK) * CHUNK / columns; /* whole chunks */
     for (int i = 0; i < w.n; i++)
         for (int line = 0; line < data.lines; line += n)
@@ -329,7 +328,7 @@ bool Upload::read(Error *e) {
             cudaFree(card);
         }
     } buffer[BUFFERS];
-    size_t room = PIECE;
+    size_t room = 0;
     Source s;
     for (const Piece &p : piece) room = std::max(room, stage(p, NULL, NULL, &s, e));
     CUDA(cudaSetDevice(gpu->limits.gpu));

@@ -300,8 +300,9 @@ static int run_bench(const char *model) {
     const bool random = !model_entry(s->dir).bytes;
     if (!random && given.encoding)
         fail(&e, USAGE, "%s has weights; --encoding is for a directory that has only config.json", s->dir), die(&e);
-    bool ok = random ? random_weights_open(&s->checkpoint, s->dir, given.encoding, &e) && random_weights_fill(&e)
+    bool ok = random ? random_weights_open(&s->checkpoint, s->dir, given.encoding, &e)
                      : checkpoint_open(&s->checkpoint, s->dir, &e);
+    if (ok && random) random_weights_fill();
     if (!ok || !session_load(s, limits, 0, &e)) die(&e);
     cJSON *out =
         json_object("family", json_word(s->checkpoint.family), "random", cJSON_CreateBool(random), "where",

@@ -33,7 +33,8 @@ typedef struct {
 static struct {
     bool mixed; /* Q4_K_M */
     Type type;
-    int file, n; /* file: its descriptor */
+    unsigned char *map;
+    int n;
     Pool pool[POOLS];
     float rms[MAX_TYPES]; /* see rms_of(); 0: not known yet */
 } made;
@@ -45,16 +46,20 @@ static uint64_t next_random(uint64_t *x) { /* xorshift64 (Marsaglia, 2003) */
     return *x ^= *x << 17;
 }
 
-/* Codes are random, or the zero of their type. */
+/* Codes are random, or the zero of their type. Of those from -8 to 7 the lowest becomes 0: their mean would be below 0,
+ * and grow from layer to layer. */
 static void make_block(const Pool *p, unsigned char *block, uint64_t *random) {
     const TypeInfo *t = types + p->type;
+    const bool number = t->put && t->values == 1; /* put() writes all of it */
     float x = p->x;
-    memset(block, t->bits == 4 ? t->zero * 0x11 : t->zero, (size_t)t->bytes);
-    for (int i = 0; p->random && i < t->bytes; i += 8) {
+    if (!p->random) memset(block, t->bits == 4 ? t->zero * 0x11 : t->zero, (size_t)t->bytes);
+    for (int i = 0; p->random && !number && i < t->bytes; i += 8) {
         const uint64_t bits = next_random(random);
         memcpy(block + i, &bits, (size_t)MIN(8, t->bytes - i));
     }
-    if (p->random && t->values == 1) x *= (float)(int32_t)(next_random(random) >> 32) * 0x1p-31f;
+    for (int i = 0; p->random && !t->put && t->zero == 8 && i < t->bytes; i++)
+        block[i] |= (block[i] & 0x0F ? 0 : 0x08) | (block[i] & 0xF0 ? 0 : 0x80);
+    if (p->random && number) x *= (float)(int32_t)(next_random(random) >> 32) * 0x1p-31f;
     if (t->put) t->put(block, x);
 }
 
@@ -79,25 +84,22 @@ typedef struct { /* a pool being filled by several threads, each part with its n
     const Pool *pool;
     size_t parts;
     atomic_size_t next;
-    atomic_bool failed;
 } Filling;
+
 /* A thread: fills parts until none is left. */
 static void *fill_parts(void *data) {
     Filling *f = data;
     const size_t block = (size_t)types[f->pool->type].bytes, size = PART / block * block;
-    unsigned char *bytes = allocate(size);
-    for (size_t part; !f->failed && (part = f->next++) < f->parts;) {
+    for (size_t part; (part = f->next++) < f->parts;) {
+        unsigned char *bytes = made.map + (size_t)(f->pool - made.pool) * POOL_SIZE + part * size;
         uint64_t random = (part + 1) * 0x9E3779B97F4A7C15u;
         for (size_t at = 0; at < size; at += block) make_block(f->pool, bytes + at, &random);
-        const off_t to = (off_t)((size_t)(f->pool - made.pool) * POOL_SIZE + part * size);
-        if (pwrite(made.file, bytes, size, to) != (ssize_t)size) f->failed = true;
     }
-    free(bytes);
     return NULL;
 }
 
 /* Fills a pool up to the end of its tensors. */
-static bool fill(Pool *p, Error *e) {
+static void fill(Pool *p) {
     enum { THREADS = 16 };
     const size_t block = (size_t)types[p->type].bytes, size = PART / block * block;
     Filling f = {.pool = p, .parts = (p->used + size - 1) / size, .next = p->filled / size};
@@ -107,13 +109,10 @@ static bool fill(Pool *p, Error *e) {
     fill_parts(&f);
     while (n > 0) pthread_join(thread[--n], NULL);
     p->filled = f.parts * size;
-    return !f.failed || fail(e, NO_ROOM, "there is no memory for random weights: %m");
 }
 
-bool random_weights_fill(Error *e) {
-    for (int i = 0; i < made.n; i++)
-        if (!fill(made.pool + i, e)) return false;
-    return true;
+void random_weights_fill(void) {
+    for (int i = 0; i < made.n; i++) fill(made.pool + i);
 }
 
 /* ---- the container ---- */
@@ -146,11 +145,12 @@ static Type type_of_matrix(const Loader *load, const char *name) {
 static bool open_file(Tensors *t, Error *e) {
     const size_t size = POOLS * POOL_SIZE;
     int fd = memfd_create("weights", MFD_CLOEXEC);
-    void *map = fd < 0 || ftruncate(fd, (off_t)size) ? MAP_FAILED
-                                                     : mmap(NULL, size, PROT_READ, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    void *map = fd < 0 || ftruncate(fd, (off_t)size)
+                    ? MAP_FAILED
+                    : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     if (map == MAP_FAILED) return fail(e, NO_ROOM, "there is no memory for random weights: %m"), close(fd), false;
     tensors_add_file(t, text_print("random weights"));
-    t->file->fd = made.file = fd, t->file->map = map, t->file->size = size;
+    t->file->fd = fd, t->file->map = made.map = map, t->file->size = size;
     return true;
 }
 
@@ -171,7 +171,7 @@ static void make(Loader *load, Tensor *t, const char *suffix, Type type, const L
     p->used = MAX(p->used, begin + t->size);
     t->offset = (size_t)(p - made.pool) * POOL_SIZE + begin, t->data = all->file->map + t->offset;
     if (p->used > POOL_SIZE) fail(load->e, NO_ROOM, "a matrix of %zu bytes is too large", t->size);
-    if (!failed(load) && !p->random) fill(p, load->e); /* binding reads vectors */
+    if (!failed(load) && !p->random) fill(p); /* binding reads vectors */
 }
 
 static const Container random_weights = {.json = json, .type = type_of_matrix, .make = make, .whole_norms = true};

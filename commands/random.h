@@ -8,7 +8,7 @@
  * a mixture; NULL: BF16. Routers are always BF16; embedding and head are BF16 too, unless blocks of the type hold their
  * scales, as GGUF's do. BAD_MODEL; NO_ROOM; USAGE: there is no such encoding. */
 bool random_weights_open(Checkpoint *c, const char *dir, const char *encoding, Error *e);
-/* Writes the weights of the model opened last; before that its matrices are zeros. NO_ROOM. */
-bool random_weights_fill(Error *e);
+/* Writes the weights of the model opened last; before that its matrices are zeros. */
+void random_weights_fill(void);
 
 #endif

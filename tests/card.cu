@@ -1,3 +1,3 @@
 /* card.cu as the GPU tests have it: their small matrices, too, are read in several pieces. */
-#define PIECE_BYTES 4096
+#define PIECE_BYTES(bytes) ((size_t)((bytes) < 1 << 20 ? 4096 : 16 << 20))
 #include "../card.cu"

@@ -911,7 +911,9 @@ def test_shards_in_a_narrow_terminal(folder):
     with FakeHub({**SMALL, **{name: NOISE + bytes([i]) for i, name in enumerate(names)}}) as hub:
         hub.rate = 2e5
         with in_terminal(hub, folder, "download", "org/model", columns=40) as t:
-            t.wait(" left", " left")
+            for part in (name[:20] for name in names):
+                while part not in t.text():
+                    t.wait("MB")
             os.kill(t.process.pid, signal.SIGINT)
             same(t.ended(), 130, "exit code")
         cut = re.findall(rb"\x1b\[\?7l([^\x1b]*)\x1b\[\?7h", t.raw)
