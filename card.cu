@@ -261,9 +261,12 @@ static __global__ void place_fp4(Source s, Matrix m, Rows rows, int *bad) {
 
 /* ---- reading them ---- */
 
+/* Columns of a line that crosses all rows; 0: a line is a row. */
+static int line_columns(const Linear &w) { return w.each->data.step ? 1 : types[w.type].columns; }
+
 void Upload::add(const Linear &w, const Matrix &to, Rows place, int layer, const char *name) {
     const View &data = w.each->data;
-    const int columns = types[w.type].columns;
+    const int columns = line_columns(w);
     int n = std::max<size_t>(1, PIECE_BYTES(data.stride * data.lines) / std::max<size_t>(1, data.stride));
     if (columns) n = std::max(1, n * columns / CHUNK) * CHUNK / columns; /* whole chunks */
     for (int i = 0; i < w.n; i++)
@@ -279,12 +282,13 @@ size_t Upload::stage(const Piece &p, uint8_t *host, uint8_t *card, Source *s, Er
     const Job &j = job[p.job];
     const Linear &w = j.linear;
     const char *name = j.name.c_str();
-    const int columns = types[w.type].columns;
+    const int columns = line_columns(w);
     Plan plan = {host, 0};
     bool ok = true;
     /* Takes lines of a view, with what lies between them. From now on the view lies on the card. */
     auto take = [&](View *view, size_t first, size_t lines) {
-        const size_t bytes = (lines - 1) * view->stride + view->bytes;
+        const size_t last = view->step ? (w.rows - 1) * view->step + types[w.type].bytes : view->bytes;
+        const size_t bytes = (lines - 1) * view->stride + last;
         view->data = card + plan.used - first * view->stride;
         uint8_t *to = plan.take<uint8_t>(bytes);
         for (size_t have = 0; to && ok && have < bytes;) {

@@ -47,15 +47,14 @@ BOTH Weight coded(float q, float a, float b) {
     return w;
 }
 BOTH float f16_value(uint16_t h) {
-    int e = h >> 10 & 31, m = h & 1023;
-    float magnitude = e == 31 ? (m ? NAN : INFINITY) : e ? ldexpf((float)(1024 + m), e - 25) : ldexpf((float)m, -24);
-    return h & 0x8000 ? -magnitude : magnitude;
+    const uint32_t bits = (uint32_t)(h & 0x8000) << 16 | (uint32_t)(h & 0x7FFF) << 13; /* its exponent is 112 too low */
+    return (h & 0x7C00) == 0x7C00 ? bits_float(bits | 0x7F800000) : bits_float(bits) * 0x1p112f;
 }
 BOTH float e2m1_value(int nibble) {
     static const float magnitude[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
     return nibble & 8 ? -magnitude[nibble & 7] : magnitude[nibble & 7];
 }
-BOTH float e8m0_value(int e) { return e == 255 ? NAN : ldexpf(1, e - 127); }
+BOTH float e8m0_value(int e) { return e == 255 ? NAN : bits_float(e ? (uint32_t)e << 23 : 1u << 22); }
 
 BOTH Weight bf16_weight(const unsigned char *x, int i) { return coded(bits_float((uint32_t)half_at(x) << 16), 1, 0); }
 BOTH Weight f16_weight(const unsigned char *x, int i) { return coded(f16_value(half_at(x)), 1, 0); }
@@ -102,7 +101,8 @@ typedef struct {
     const unsigned char *data; /* as mapped */
     int fd;                    /* the same bytes for pread, from `offset` on */
     int lines;
-    size_t offset, bytes, stride; /* bytes: of a line */
+    size_t offset, bytes, stride; /* bytes: of a line's own values */
+    size_t step; /* 0, or a line is a column of the matrix, and so far apart are its values, blocks of one */
 } View;
 
 /* Scales or zeros of a matrix, encoded and addressed like a matrix of this type: weight [r, c] uses entry [r / rows, c
@@ -132,6 +132,7 @@ typedef struct { /* y = W x + bias */
 /* Code [row, column] of a matrix of this type, or an entry of a grid. */
 BOTH Weight code_at(const TypeInfo *type, const View *v, int row, int column) {
     const int values = type->values, columns = type->columns, rows = columns ? values / columns : 1; /* of a block */
+    if (v->step) return type->weight(v->data + (size_t)column * v->stride + (size_t)row * v->step, 0);
     if (!columns)
         return type->weight(v->data + (size_t)row * v->stride + (size_t)(column / values) * (size_t)type->bytes,
                             column % values);

@@ -6,9 +6,8 @@
 #include "infer.h"
 
 BOTH float e4m3_value(int b) {
-    int e = b >> 3 & 15, m = b & 7;
-    float magnitude = (b & 127) == 127 ? NAN : e ? ldexpf((float)(8 + m), e - 10) : ldexpf((float)m, -9);
-    return b & 128 ? -magnitude : magnitude;
+    const uint32_t bits = (uint32_t)(b & 128) << 24 | (uint32_t)(b & 127) << 20; /* its exponent is 120 too low */
+    return (b & 127) == 127 ? NAN : bits_float(bits) * 0x1p120f;
 }
 BOTH Weight e4m3_weight(const unsigned char *x, int i) { return coded(e4m3_value(*x), 1, 0); }
 BOTH void put_e4m3(unsigned char *x, float value) {

@@ -6,8 +6,12 @@
  * the cache, so batching and chunking cannot change a bit of it. */
 #include "reference.h"
 #include "../host.h"
+#ifdef ROOM_encodings
+#include "../encodings/blocks.h"
+#endif
 
 #include <float.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -78,19 +82,43 @@ static void round_row(float *x, int n) {
     for (int i = 0; i < n; i++) x[i] = rounded(x[i]);
 }
 
+/* decode_TYPE: n weights from the block on; without scales of their own, codes. A function a type, so that the compiler
+ * sees its whole loop. */
+#define DECODER(type, dtype, values, bytes, bits, zero, columns, card, weight, ...)                                    \
+    static void decode_##type(const unsigned char *restrict block, int n, float *restrict out) {                       \
+        for (; n >= values; n -= values, out += values, block += bytes)                                                \
+            for (int i = 0; i < values; i++) {                                                                         \
+                const Weight x = weight(block, i);                                                                     \
+                out[i] = x.a * x.q + x.b;                                                                              \
+            }                                                                                                          \
+        for (int i = 0; i < n; i++) out[i] = weight(block, i).q; /* a part of a word of codes */                       \
+    }
+#define DECODER_NAME(type, ...) decode_##type,
+CORE_TYPES(DECODER)
+#ifdef ROOM_encodings
+PACKED_TYPES(DECODER)
+BLOCK_TYPES(DECODER)
+#endif
+static void (*const decoders[])(const unsigned char *restrict block, int n,
+                                float *restrict out) = {CORE_TYPES(DECODER_NAME)
+#ifdef ROOM_encodings
+                                                            PACKED_TYPES(DECODER_NAME) BLOCK_TYPES(DECODER_NAME)
+#endif
+};
+
 /* Row `row` of matrix i as floats. */
 static void decode_row(const Linear *w, int i, int row, float *out) {
     const Stored *one = w->each + i;
-    const TypeInfo type = types[w->type];
-    const unsigned char *block = one->data.data + (size_t)row * one->data.stride; /* if a line is a row */
-    const int shared = one->group ? 1 : w->scale.rows ? w->scale.cols : w->cols;  /* columns of one scale and zero */
-    Weight first = {0};
-    for (int c = 0, at = 0, left = 0; c < w->cols; c++, left--) {
-        if (!left) first = weight_at(types, w, one, row, c), left = shared;
-        const Weight x = type.columns ? code_at(&type, &one->data, row, c) : type.weight(block, at);
-        if (++at == type.values) at = 0, block += type.bytes;
-        out[c] = w->scale.rows ? first.a * (x.q - first.zero) : x.a * x.q;
-        out[c] += x.b;
+    const View *data = &one->data;
+    if (types[w->type].columns || data->step)
+        for (int c = 0; c < w->cols; c++) out[c] = code_at(types + w->type, data, row, c).q;
+    else
+        decoders[w->type](data->data + (size_t)row * data->stride, w->cols, out);
+    if (!w->scale.rows) return;
+    const int shared = one->group ? 1 : w->scale.cols; /* columns of one scale and zero */
+    for (int begin = 0; begin < w->cols; begin += shared) {
+        const Weight first = weight_at(types, w, one, row, begin);
+        for (int c = begin; c < w->cols && c - begin < shared; c++) out[c] = first.a * (out[c] - first.zero);
     }
 }
 
@@ -112,25 +140,50 @@ static void rms_norm(const float *x, const float *weight, int dim, float eps, fl
     for (int i = 0; i < dim; i++) out[i] = (float)((double)x[i] * scale * (double)weight[i]);
 }
 
+typedef struct { /* some rows of the matrix in a call of linear() */
+    const Linear *w;
+    int i, first, end;
+    const float *in; /* (n, W.cols) */
+    const int *row;
+    int n;
+    float *y;
+} Rows;
+
+static void *multiply(void *of) {
+    const Rows *rows = of;
+    const Linear *w = rows->w;
+    float *matrix_row = allocate((size_t)w->cols * sizeof *matrix_row);
+    for (int r = rows->first; r < rows->end; r++) {
+        decode_row(w, rows->i, r, matrix_row);
+        double bias = w->each[rows->i].bias ? (double)w->each[rows->i].bias[r] : 0;
+        for (int t = 0; t < rows->n; t++)
+            rows->y[(size_t)(rows->row ? rows->row[t] : t) * (size_t)w->rows + (size_t)r] =
+                (float)(dot(matrix_row, rows->in + (size_t)t * (size_t)w->cols, w->cols) + bias);
+    }
+    free(matrix_row);
+    return NULL;
+}
+
 /* y[t] = W_i x[t] + bias for the n rows t that `row` names, or for the first n. x is (rows, W.cols), y is (rows,
  * W.rows). Like infer.cu it rounds x for the matrix, if reference_rounds is set, and decodes each row of W once for all
- * tokens. */
+ * tokens. A second thread takes half of the rows of a large matrix. */
 static void linear(const Linear *w, int i, const float *x, const int *row, int n, float *y) {
-    float *matrix_row = allocate((size_t)w->cols * sizeof *matrix_row),
-          *in = allocate((size_t)n * (size_t)w->cols * sizeof *in);
+    float *in = allocate((size_t)n * (size_t)w->cols * sizeof *in);
     for (int t = 0; t < n; t++)
         for (int c = 0; c < w->cols; c++) {
             float value = x[(size_t)(row ? row[t] : t) * (size_t)w->cols + (size_t)c];
             in[(size_t)t * (size_t)w->cols + (size_t)c] = rounded_for(w->type, value);
         }
-    for (int r = 0; r < w->rows; r++) {
-        decode_row(w, i, r, matrix_row);
-        double bias = w->each[i].bias ? (double)w->each[i].bias[r] : 0;
-        for (int t = 0; t < n; t++)
-            y[(size_t)(row ? row[t] : t) * (size_t)w->rows + (size_t)r] =
-                (float)(dot(matrix_row, in + (size_t)t * (size_t)w->cols, w->cols) + bias);
-    }
-    free(matrix_row);
+    const bool large = (size_t)w->rows * (size_t)w->cols * (size_t)n >= 1 << 17;
+    const int middle = large ? w->rows / 2 : w->rows;
+    Rows some = {w, i, 0, middle, in, row, n, y}, rest = {w, i, middle, w->rows, in, row, n, y};
+    pthread_t other;
+    const bool two = large && !pthread_create(&other, NULL, multiply, &rest);
+    multiply(&some);
+    if (two)
+        pthread_join(other, NULL);
+    else
+        multiply(&rest);
     free(in);
 }
 
