@@ -304,9 +304,34 @@ cJSON *json_parse(const char *text, size_t n, const char *name, Error *e) {
     return NULL;
 }
 
+/* Makes texts of the words that Python's json writes for numbers that JSON does not have. Whoever reads such a number
+ * refuses the text. */
+static void quote_words(Bytes *text) {
+    static const char *const words[] = {"NaN", "Infinity", "-Infinity"};
+    LocalBytes quoted = {0};
+    const char *end = text->data + text->n, *from = text->data;
+    bool inside = false;
+    for (const char *s = from; s < end; s++) {
+        if (*s == '"') inside = !inside;
+        if (inside && *s == '\\') s++; /* what is escaped ends no text */
+        for (int i = 0; i < 3 && !inside && strchr("NI-", *s); i++) {
+            const size_t n = begins(s, words[i]);
+            if (!n) continue;
+            bytes_add(&quoted, from, (size_t)(s - from));
+            bytes_print(&quoted, "\"%s\"", words[i]);
+            from = s += n;
+        }
+    }
+    if (from == text->data) return;
+    bytes_add(&quoted, from, (size_t)(end - from));
+    const Bytes all = quoted;
+    quoted = *text, *text = all; /* which frees the old one */
+}
+
 cJSON *json_read(const char *path, size_t most, Error *e) {
     LocalBytes text = {0};
     if (!file_read(path, most, &text, e)) return NULL;
+    quote_words(&text);
     cJSON *json = json_parse(text.data, text.n, path, e);
     if (!json) fail(e, BAD_MODEL, "%s: mend or replace the file", e->text);
     return json;

@@ -34,12 +34,13 @@ const Family *const families[] = {gpt_oss,
 #endif
                                   NULL};
 
-extern const ExpertLayout separate_experts, stacked_experts, mixtral_experts;
-const ExpertLayout *const layouts[] = {&experts_in_turn,
+extern const ExpertLayout separate_experts, stacked_experts, turned_experts, mixtral_experts;
+const ExpertLayout *const layouts[] = {
 #ifdef ROOM_families
-                                       &separate_experts, &stacked_experts, &mixtral_experts,
+    &separate_experts, &stacked_experts,
+    &turned_experts,   &mixtral_experts,
 #endif
-                                       NULL};
+    &experts_in_turn,  NULL};
 
 extern const Format templates;
 const Format *const formats[] = {&harmony,

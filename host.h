@@ -219,6 +219,8 @@ const char *file_of(const Loader *load, const Tensor *t);
 /* Marks a tensor as part of a matrix of this type, of whose weights it holds `values`. */
 void belongs(Tensor *t, Type type, int64_t values);
 View tensor_view(const Loader *load, const Tensor *t, int64_t lines);
+/* (n_experts, rows) or NULL, after an error: rows first, first + step, ... of the `pitch` of NAME_bias. */
+const float *bind_biases(Loader *load, const char *name, int pitch, int first, int step, int rows);
 View lines_of(View v, size_t first, size_t step, int n); /* n lines of a view: first, first + step, ... */
 const float *bind_floats(Loader *load, const char *name, const char *suffix, int n); /* (n) */
 /* The matrix (rows, cols) of a module. bias: true, false (the file may still have one) or NO_BIAS (instead of false:
@@ -237,7 +239,7 @@ typedef struct {      /* how a file holds the experts of a layer, which are a mo
 } ExpertLayout;
 extern const ExpertLayout experts_in_turn;  /* gpt-oss's: MXFP4, gate and up of all experts in one tensor, row by row */
 extern const ExpertLayout *const layouts[]; /* extensions.c */
-/* Binds them in the layout whose mark is there, or as `usual`. */
+/* Binds them in the last layout whose mark is there, or as `usual`. */
 void bind_experts(Loader *load, Layer *l, const char *module, const ExpertLayout *usual, int width, bool bias);
 
 typedef struct {                                 /* matrices that are not plain rows */

@@ -567,7 +567,7 @@ void belongs(Tensor *t, Type type, int64_t values) {
 View tensor_view(const Loader *load, const Tensor *t, int64_t lines) {
     const size_t bytes = t->size / (size_t)lines;
     const int fd = t->data ? load->c->tensors.file[t->file].fd : -1;
-    return (View){t->data, fd, (int)lines, t->offset, bytes, bytes};
+    return (View){t->data, fd, (int)lines, t->offset, bytes, bytes, 0};
 }
 
 View lines_of(View v, size_t first, size_t step, int n) {
@@ -605,6 +605,15 @@ Linear bind_linear(Loader *load, const char *name, int rows, int cols, int bias)
     return w;
 }
 
+const float *bind_biases(Loader *load, const char *name, int pitch, int first, int step, int rows) {
+    const int n = load->c->model.n_experts;
+    const Tensor *t = bind_tensor(load, name, "_bias", NO_TYPE, NULL, 2, (int64_t[]){n, pitch});
+    const float *all = failed(load) ? NULL : floats(load, t, (size_t)n * (size_t)pitch);
+    float *bias = all ? keep(load->c, (size_t)n * (size_t)rows, sizeof *bias) : NULL;
+    for (int i = 0; bias && i < n * rows; i++) bias[i] = all[i / rows * pitch + first + i % rows * step];
+    return bias;
+}
+
 /* A matrix (rows, cols) of each expert, in the tensors NAME_blocks, _scales and _bias: rows first, first + step, ... of
  * the `pitch` rows that they have for each. */
 static Linear bind_mxfp4(Loader *load, const char *name, int pitch, int first, int step, int rows, int cols) {
@@ -614,17 +623,14 @@ static Linear bind_mxfp4(Loader *load, const char *name, int pitch, int first, i
     const Linear w = {MXFP4, rows, cols, n, .scale = {E8M0, 1, 32, false}, .each = each};
     Tensor *codes = bind_tensor(load, name, "_blocks", MXFP4, &w, 4, (int64_t[]){n, pitch, blocks, 16});
     Tensor *scales = bind_tensor(load, name, "_scales", E8M0, &w, 3, (int64_t[]){n, pitch, blocks});
-    const Tensor *biases = bind_tensor(load, name, "_bias", NO_TYPE, NULL, 2, (int64_t[]){n, pitch});
     const View code_rows = tensor_view(load, codes, all), scale_rows = tensor_view(load, scales, all);
-    const float *bias_of = failed(load) ? NULL : floats(load, biases, (size_t)all);
-    float *bias = bias_of ? keep(load->c, (size_t)n * (size_t)rows, sizeof *bias) : NULL;
+    const float *bias = bind_biases(load, name, pitch, first, step, rows);
     belongs(codes, MXFP4, (int64_t)all * cols);
     belongs(scales, MXFP4, 0);
     for (int i = 0; bias && i < n; i++) {
         const size_t begin = (size_t)(i * pitch + first);
         each[i] = (Stored){lines_of(code_rows, begin, (size_t)step, rows),
                            lines_of(scale_rows, begin, (size_t)step, rows), .factor = 1, .bias = bias + i * rows};
-        for (int r = 0; r < rows; r++) bias[i * rows + r] = bias_of[begin + (size_t)(r * step)];
     }
     return w;
 }
@@ -657,6 +663,16 @@ static bool left_out(const Loader *load, const char *name) {
            (load->family->left_out && load->family->left_out(load, name));
 }
 
+/* A bias of zeros, as exporters add to matrices without one. */
+static bool adds_nothing(const Tensor *t) {
+    const char *dot = strrchr(t->name, '.');
+    const Type type = type_of(t);
+    bool zeros = dot && !strcmp(dot, ".bias") && is_float(type);
+    for (size_t i = 0; zeros && i < t->size; i += (size_t)types[type].bytes)
+        zeros = types[type].weight(t->data + i, 0).q == 0;
+    return zeros;
+}
+
 static bool same_tensor(const Tensor *a, const Tensor *b) {
     return !strcmp(a->dtype, b->dtype) && a->dims == b->dims && !memcmp(a->shape, b->shape, sizeof a->shape) &&
            !memcmp(a->data, b->data, a->size); /* the same dtype and shape, so the same size */
@@ -687,7 +703,7 @@ static void bind_all(Loader *load, Model *m) {
     for (const Layer *l = m->layer; l < m->layer + m->n_layers; l++)
         m->ffn_dim = MAX(m->ffn_dim, MAX(l->gate.rows, l->shared_gate.rows));
     for (const Tensor *t = all->tensor; t < all->tensor + all->n; t++) /* an unbound one is of an unknown formula */
-        if (!t->bound && !left_out(load, t->name))
+        if (!t->bound && !left_out(load, t->name) && !adds_nothing(t))
             bad_file(load, file_of(load, t), "tensor '%s' has no place in a model of %d layers of the family %s",
                      t->name, m->n_layers, load->family->model_type);
 }

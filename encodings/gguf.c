@@ -16,9 +16,16 @@
 
 enum { MOST_HEADER = 1 << 28, MOST_ITEMS = 4000000, MOST_KEYS = 1000, MOST_ALIGNMENT = 1 << 20 };
 
+/* By its name, or, since the hub's blobs and many a copy have others, by its first bytes. */
 static bool fits(const char *path) {
     const char *dot = strrchr(path, '.');
-    return dot && !strcmp(dot, ".gguf") && file_exists(path);
+    char magic[4] = "";
+    if (!file_exists(path)) return false;
+    FILE *f = dot && !strcasecmp(dot, ".gguf") ? NULL : fopen(path, "re");
+    if (!f) return dot && !strcasecmp(dot, ".gguf");
+    const bool is_gguf = fread(magic, 1, 4, f) == 4 && !memcmp(magic, "GGUF", 4);
+    fclose(f);
+    return is_gguf;
 }
 
 /* ---- values ---- */
@@ -201,9 +208,10 @@ static cJSON *header(const Tensors *t, int i, size_t *data, size_t *alignment, E
 /* ---- config.json ---- */
 
 /* clang-format off */
-static const char archs[] = "llama, qwen2, qwen3, qwen3moe, gemma2, gemma3, gpt-oss, deepseek2";
+static const char archs[] = "llama, qwen2, qwen3, qwen3moe, gemma2, gemma3, gpt-oss, deepseek2, mistral3";
 static const Pair renamed[] = { /* those whose model_type is another word */
-    {"qwen3moe", "qwen3_moe"}, {"gemma3", "gemma3_text"}, {"gpt-oss", "gpt_oss"}, {"deepseek2", "deepseek_v2"}, {0}};
+    {"qwen3moe", "qwen3_moe"}, {"gemma3", "gemma3_text"}, {"gpt-oss", "gpt_oss"}, {"deepseek2", "deepseek_v2"},
+    {"mistral3", "llama"}, {0}};
 
 static const Pair keys[] = { /* all known keys; "": known and ignored */
     {"embedding_length", "hidden_size"}, {"context_length", "max_position_embeddings"},
@@ -216,6 +224,7 @@ static const Pair keys[] = { /* all known keys; "": known and ignored */
     {"rope.scale_linear", "factor"}, {"rope.scaling.type", "rope_type"}, {"rope.scaling.factor", "factor"},
     {"rope.scaling.original_context_length", "original_max_position_embeddings"}, {"rope.scaling.finetuned", ""},
     {"rope.scaling.yarn_beta_fast", "beta_fast"}, {"rope.scaling.yarn_beta_slow", "beta_slow"},
+    {"rope.scaling.yarn_attn_factor", "attn_factor"}, {"rope.scaling.attn_factor", "attn_factor"},
     {"deepseek2:rope.scaling.yarn_log_multiplier", "mscale"},
     {"gemma3:rope.freq_base_swa", "rope_local_base_freq"}, {"llama:attention.sliding_window", "sliding_window"},
     {"gemma:attention.sliding_window", "sliding_window"}, {"gpt-oss:attention.sliding_window", "sliding_window"},
@@ -255,7 +264,7 @@ static bool copy_keys(cJSON *config, const cJSON *metadata, const char *arch, co
 }
 
 /* Fills rope_scaling from the keys of config that belong there. */
-static void add_rope(cJSON *config, const char *arch) {
+static bool add_rope(cJSON *config, const char *arch, const char *path, Error *e) {
     cJSON *type = cJSON_GetObjectItemCaseSensitive(config, "rope_type");
     double mscale = get_number(config, "mscale", 0) * 10;
     if (json_is(config, "rope_type", "none")) cJSON_SetValuestring(type, "default");
@@ -264,6 +273,8 @@ static void add_rope(cJSON *config, const char *arch) {
     if (mscale > 0) put(config, "mscale", mscale), put(config, "mscale_all_dim", mscale);
     cJSON_AddBoolToObject(config, "truncate", strcmp(arch, "gpt-oss"));
     cJSON_AddItemToObject(config, "rope_scaling", cJSON_Duplicate(config, true));
+    return json_is(config, "rope_type", "yarn") || get_number(config, "attn_factor", 1) == 1 ||
+           fail(e, BAD_MODEL, "%s: rope.scaling.attn_factor is only implemented with yarn", path);
 }
 
 /* Adds the tokens that end a text in every family that has them: the keys name at most three. */
@@ -291,7 +302,7 @@ static cJSON *config_json(const Tensors *t, const char *path, Error *e) {
                  fail(e, BAD_MODEL, "%s: the architecture '%.60s' is not supported (supported: %s)", path, arch, archs);
     if (!known || !copy_keys(c, t->metadata, arch, path, e)) return cJSON_Delete(c), NULL;
     const Tensor *embed = tensors_find(t, "model.embed_tokens.weight");
-    bool llama = !strcmp(arch, "llama"), latent = !strcmp(arch, "deepseek2");
+    bool llama = text_listed("llama mistral3", arch), latent = !strcmp(arch, "deepseek2");
     double gating = get_number(c, "expert_gating_func", 1); /* 1: softmax, 2: sigmoid */
     bool sigmoid = gating == 2;
     double layers = get_number(c, "num_hidden_layers", 0), heads = get_number(c, "num_attention_heads", 1);
@@ -331,7 +342,7 @@ static cJSON *config_json(const Tensors *t, const char *path, Error *e) {
         }
         if (!router) cJSON_AddItemToArray(dense, cJSON_CreateNumber(i));
     }
-    add_rope(c, arch);
+    if (!add_rope(c, arch, path, e)) return cJSON_Delete(c), NULL;
     cJSON *stop = cJSON_AddArrayToObject(c, "eos_token_id");
     for (int i = 0; i < 3; i++) cJSON_AddItemToArray(stop, cJSON_Duplicate(json_get(t->metadata, stops[i]), true));
     add_stops(stop, t->metadata, vocab);
@@ -340,11 +351,13 @@ static cJSON *config_json(const Tensors *t, const char *path, Error *e) {
 
 /* ---- the container ---- */
 
-/* The number of files, from the name of the first: 3 for NAME-00001-of-00003.gguf. 0: not the first. */
-static int parts_of(const char *path) {
-    size_t n = strlen(path);
-    int no = 1, count = 1;
-    if (n > 20 && sscanf(path + n - 20, "-%5d-of-%5d.gguf", &no, &count) != 2) no = count = 1;
+/* The number of files, from the name of the first: 3 for NAME-00001-of-00003.gguf, whose ending may be missing. 0: not
+ * the first. *stem: the length of what stands before 00001. */
+static int parts_of(const char *path, int *stem) {
+    const size_t all = strlen(path), n = all > 5 && !strcasecmp(path + all - 5, ".gguf") ? all - 5 : all;
+    int no = 1, count = 1, end = 0;
+    if (n > 15 && (sscanf(path + n - 15, "-%5d-of-%5d%n", &no, &count, &end) != 2 || end != 15)) no = count = 1;
+    *stem = (int)n - 14;
     return no == 1 && count >= 1 && count <= MOST_FILES ? count : 0;
 }
 
@@ -359,12 +372,14 @@ static bool is_vision_part(const char *path) {
 }
 
 static bool files(Tensors *t, const char *path, Error *e) {
-    const int n = parts_of(path), stem = (int)strlen(path) - 19;
+    int stem;
+    const int n = parts_of(path, &stem);
     if (is_vision_part(path))
         return fail(e, BAD_MODEL, "%s: this is the vision part of a model, not its text part", path);
     if (!n) return fail(e, BAD_MODEL, "%s: not the first of its parts: the model is NAME-00001-of-...gguf", path);
-    for (int i = 0; i < n; i++) /* the stem is followed by 00001-of-00003.gguf */
-        tensors_add_file(t, i ? text_print("%.*s%05d-of-%05d.gguf", stem, path, i + 1, n) : text_print("%s", path));
+    for (int i = 0; i < n; i++) /* the stem is followed by 00001-of-00003 and perhaps an ending */
+        tensors_add_file(t, i ? text_print("%.*s%05d-of-%05d%s", stem, path, i + 1, n, path + stem + 14)
+                              : text_print("%s", path));
     return true;
 }
 
@@ -383,5 +398,5 @@ const Container gguf = {fits,
                         .whole_norms = true,
                         .neighbours = true,
                         .extra_biases = true,
-                        .ending = "[.]gguf$",
+                        .ending = "[.][gG][gG][uU][fF]$",
                         .advice = "--include '*Q4_K_M*' fetches GGUF files with that in their names, "};

@@ -63,6 +63,36 @@ static void bind_stacked(Loader *load, Layer *l, const char *module, int width, 
 }
 const ExpertLayout stacked_experts = {".gate_up_proj", bind_stacked};
 
+/* gpt-oss as transformers writes it without MXFP4: one tensor holds the columns of all experts' matrices. Of
+ * gate_up_proj's `pitch` rows even ones are gate's, odd ones up's; the tensor NAME_bias has as many. */
+static Linear bind_turned(Loader *load, const char *name, int pitch, int first, int step, int rows, int cols) {
+    const int n = load->c->model.n_experts;
+    Stored *each = keep(load->c, (size_t)n, sizeof *each);
+    Linear w = {BF16, rows, cols, n, .each = each};
+    Tensor *t = bind_tensor(load, name, "", NO_TYPE, &w, 3, (int64_t[]){n, cols, pitch});
+    if (tensor_is(load, t, is_float(type_of(t)), "BF16, F16 or F32")) w.type = type_of(t);
+    belongs(t, w.type, (int64_t)n * pitch * cols);
+    const size_t bytes = (size_t)types[w.type].bytes;
+    const float *bias = bind_biases(load, name, pitch, first, step, rows);
+    for (int i = 0; bias && i < n; i++) {
+        View v = lines_of(tensor_view(load, t, n * cols), (size_t)(i * cols), 1, cols);
+        v.data += (size_t)first * bytes, v.offset += (size_t)first * bytes;
+        v.step = (size_t)step * bytes, v.bytes = (size_t)rows * bytes;
+        each[i] = (Stored){.data = v, .factor = 1, .bias = bias + i * rows};
+    }
+    return w;
+}
+
+static void bind_turned_experts(Loader *load, Layer *l, const char *module, int width, bool bias) {
+    const int dim = load->c->model.dim;
+    LocalText both = text_print("%s.gate_up_proj", module);
+    LocalText down = text_print("%s.down_proj", module);
+    l->gate = bind_turned(load, both, 2 * width, 0, 2, width, dim);
+    l->up = bind_turned(load, both, 2 * width, 1, 2, width, dim);
+    l->down = bind_turned(load, down, dim, 0, 1, dim, width);
+}
+const ExpertLayout turned_experts = {".gate_up_proj_bias", bind_turned_experts};
+
 /* ---- the families ---- */
 
 static void read_mixtral(Loader *load, Model *m) {
@@ -78,10 +108,11 @@ static void bind_mixtral(Loader *load, Model *m) {
     const bool bias = config_true(load, "attention_bias", false);
     bind_ends(load, m, false);
     for (Layer *l = m->layer; begin_layer(load, l); l++) {
+        const bool newer = find_tensor(load, "mlp.gate", ".weight"); /* transformers 5 calls the module so */
         bind_norms(load, m, l);
         bind_attention(load, m, l, bias, bias);
-        l->router = bind_linear(load, "block_sparse_moe.gate", m->n_experts, m->dim, false);
-        bind_experts(load, l, "block_sparse_moe.experts", &mixtral_experts, width, false);
+        l->router = bind_linear(load, newer ? "mlp.gate" : "block_sparse_moe.gate", m->n_experts, m->dim, false);
+        bind_experts(load, l, newer ? "mlp.experts" : "block_sparse_moe.experts", &mixtral_experts, width, false);
     }
 }
 

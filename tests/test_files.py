@@ -7,6 +7,7 @@ import os
 import re
 import struct
 
+from gguf_files import read_model
 from helpers import (FIXTURES, PARROT, PLAIN, Skip, changed, copy_model, data, each, expect, has, ids_of, infer, needs,
                      patience, read_json, read_safetensors, refused, safetensors, same, start, write_json)
 
@@ -527,42 +528,132 @@ def test_null_switches_no_window_on(folder):
     expect(long_logits(null) != long_logits(source), "the test is wrong: the window hides nothing")
 
 
-def test_experts_in_one_tensor(folder):
-    """As transformers 5 writes them: all experts of a layer in gate_up_proj, gate's rows above up's, and in down_proj."""
-    needs("families")
-    source = FIXTURES / "qwen3_moe"
-    header, content = read_safetensors(source / "model.safetensors")
-    config = read_json(source / "config.json")
-    n, width, dim = config["num_experts"], config["moe_intermediate_size"], config["hidden_size"]
-    tensors, data = {}, b""
-
-    def add(name, dtype, shape, raw):
-        nonlocal data
-        tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}
+def file_of(tensors):
+    """A safetensors file's header and data, from name -> (dtype, shape, bytes)."""
+    header, data = {}, b""
+    for name, (dtype, shape, raw) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}
         data += raw
+    return header, data
 
-    def raw(name):
-        return content[slice(*header[name]["data_offsets"])]
-    for name, entry in header.items():
-        layer = name.partition(".experts.")[0] + ".experts."
-        if name.endswith("experts.0.gate_proj.weight"):
-            both = [raw(f"{layer}{e}.{part}_proj.weight") for e in range(n) for part in ("gate", "up")]
-            add(layer + "gate_up_proj", entry["dtype"], [n, 2 * width, dim], b"".join(both))
-            down = [raw(f"{layer}{e}.down_proj.weight") for e in range(n)]
-            add(layer + "down_proj", entry["dtype"], [n, dim, width], b"".join(down))
-        elif ".experts." not in name and name != "__metadata__":
-            add(name, entry["dtype"], entry["shape"], raw(name))
-    model = copy_model(source, folder, keep_weights=False)
-    (model / "model.safetensors").write_bytes(safetensors(tensors, data))
-    same(long_logits(model), long_logits(source), "logits")
-    sizes = [json.loads(infer("inspect", m, "--json").text) for m in (source, model)] if has("commands") else [{}, {}]
-    same(sizes[1], {**sizes[1], **{k: v for k, v in sizes[0].items() if "parameters" in k or "bytes" in k}}, "sizes")
 
-    def check(name, change, words):
+def tensors_of(model):
+    """Name -> (dtype, shape, bytes)."""
+    return {name: (dtype, shape, raw) for name, (shape, dtype, raw) in read_model(model).items()}
+
+
+def fused(source):
+    """A model's tensors as transformers 5 writes them: all experts of a layer in gate_up_proj, gate's rows above up's, and
+    in down_proj; Mixtral's in a module of another name."""
+    given, tensors = tensors_of(source), {}
+    for name, (dtype, shape, raw) in given.items():
+        layer, expert, rest = name.partition(".experts.")
+        new = layer.replace("block_sparse_moe", "mlp")
+        if rest in ("0.gate_proj.weight", "0.w1.weight"):
+            parts = ("w1", "w3", "w2") if "w1" in rest else ("gate_proj", "up_proj", "down_proj")
+            n = 0
+            while f"{layer}.experts.{n}.{parts[0]}.weight" in given:
+                n += 1
+            gate, up, down = ([given[f"{layer}.experts.{e}.{part}.weight"][2] for e in range(n)] for part in parts)
+            tensors[new + ".experts.gate_up_proj"] = dtype, [n, 2 * shape[0], shape[1]], b"".join(map(bytes.__add__, gate, up))
+            tensors[new + ".experts.down_proj"] = dtype, [n, *shape[::-1]], b"".join(down)
+        elif not expert:
+            tensors[name.replace("block_sparse_moe", "mlp")] = dtype, shape, raw
+    return file_of(tensors)
+
+
+def test_experts_in_one_tensor(folder):
+    """As transformers 5 writes them, of every family with experts: the same logits as from a tensor each."""
+    needs("families")
+    def check(fixture):
+        source = FIXTURES / fixture
+        model = copy_model(source, folder, keep_weights=False)
+        (model / "model.safetensors").write_bytes(safetensors(*fused(source)))
+        same(long_logits(model), long_logits(source), "logits")
+        sizes = [json.loads(infer("inspect", m, "--json").text) for m in (source, model)] if has("commands") else []
+        keys = "parameters", "active_parameters", "weight_bytes", "bytes_of_experts_in_F16", "bytes_of_experts_in_BF16"
+        same(*[[size.get(key) for key in keys] for size in sizes] or [0, 0], "sizes")
+    each([("qwen3_moe",), ("mixtral",), ("deepseek_v2_lite",), ("deepseek_v3",)], check)
+    source = FIXTURES / "qwen3_moe"
+    model, (tensors, data) = copy_model(source, folder, keep_weights=False), fused(source)
+    n, rows, dim = tensors[MANY]["shape"]
+
+    def check_refusal(name, change, words):
         (model / "model.safetensors").write_bytes(safetensors({**tensors, MANY: {**tensors[MANY], **change}}, data))
         refused("logits", model, "--ids", 1, words=[MANY, *words])
-    each([("transposed, as gpt-oss in BF16", {"shape": [n, dim, 2 * width]}, [f"({n}, {2 * width}, {dim})"]),
-          ("no numbers", {"dtype": "I16"}, ["I16", "BF16, F16"])], check)
+    each([("transposed, as gpt-oss in BF16", {"shape": [n, dim, rows]}, [f"({n}, {rows}, {dim})"]),
+          ("no numbers", {"dtype": "I16"}, ["I16", "BF16, F16"])], check_refusal)
+
+
+def dequantised(model, dtype):
+    """gpt-oss's tensors without MXFP4, as transformers writes them: experts' matrices transposed, in one tensor a layer."""
+    tensors = tensors_of(model)
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        (_, shape, blocks), (_, _, scales) = tensors.pop(name), tensors.pop(name.replace("_blocks", "_scales"))
+        (n, rows, groups, _), values = shape, (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
+        cols = 32 * groups
+        matrix = [values[code] * 2.0 ** (scales[i // 16] - 127) for i, byte in enumerate(blocks) for code in (byte & 15, byte >> 4)]
+        turned = [matrix[(e * rows + r) * cols + c] for e in range(n) for c in range(cols) for r in range(rows)]
+        raw = struct.pack(f"<{len(turned)}{'e' if dtype == 'F16' else 'f'}", *turned)
+        if dtype == "BF16":  # the upper halves
+            raw = b"".join(raw[i + 2:i + 4] for i in range(0, len(raw), 4))
+        tensors[name.replace("_blocks", "")] = dtype, [n, cols, rows], raw
+    return file_of(tensors)
+
+
+def test_gpt_oss_without_mxfp4(folder):
+    """Experts as numbers that equal the codes: the same logits, without the room that reads the layout its refusal."""
+    header, data = {}, b""
+
+    def check(fixture, dtype):
+        nonlocal header, data
+        source = FIXTURES / fixture
+        model = copy_model(source, folder, {"quantization_config": None}, keep_weights=False)
+        header, data = dequantised(source, dtype)
+        (model / "model.safetensors").write_bytes(safetensors(header, data))
+        if not has("families"):
+            return refused("logits", model, "--ids", 1, words=["gate_up_proj_blocks", "missing"])
+        same(long_logits(model), long_logits(source), "logits")
+    each([("odd", "BF16"), ("odd", "F16"), ("odd", "F32"), ("true_heads", "BF16")], check)
+    if not has("families"):
+        return
+    model = copy_model(FIXTURES / "true_heads", folder, {"quantization_config": None}, keep_weights=False)
+
+    def check_refusal(name, change, words):
+        (model / "model.safetensors").write_bytes(safetensors({**header, MANY: {**header[MANY], **change}}, data))
+        refused("logits", model, "--ids", 1, words=[MANY, *words])
+    n, cols, rows = header[MANY]["shape"]
+    each([("not transposed", {"shape": [n, rows, cols]}, [f"({n}, {cols}, {rows})"]),
+          ("no numbers", {"dtype": "I16"}, ["I16", "BF16, F16"])], check_refusal)
+
+
+def test_biases_of_zeros(folder):
+    """Exporters add them to every matrix. They change nothing; others are refused, because no formula adds them."""
+    for fixture in ["odd", *["llama3", "qwen3_moe"] * has("families")]:
+        tensors = tensors_of(FIXTURES / fixture)
+        model = copy_model(FIXTURES / fixture, folder, keep_weights=False)
+        for place in ("lm_head", "model.norm", "model.layers.0.input_layernorm", "model.layers.1.self_attn.rotary"):
+            for dtype, raw, last in (("BF16", bytes(64), b"\1\0"), ("F16", bytes(64), b"\0\x80"), ("F32", bytes(64), b"\0\0\0\x80")):
+                file = file_of({**tensors, place + ".bias": (dtype, [len(raw) // (2 + 2 * (dtype == "F32"))], raw[len(last):] + last)})
+                (model / "model.safetensors").write_bytes(safetensors(*file))
+                if dtype == "BF16":
+                    refused("logits", model, "--ids", 1, words=[place + ".bias", "has no place"])
+                else:  # the last is -0
+                    same(long_logits(model), long_logits(FIXTURES / fixture), f"{fixture} with {place}.bias of zeros")
+
+
+def test_words_that_python_writes(folder):
+    """Python's json writes Infinity and NaN. Who reads such a key refuses it; the others change nothing."""
+    for value in ("Infinity", "-Infinity", "NaN"):
+        model = copy_model(PARROT, folder)
+        config = (model / "config.json").read_text()
+        (model / "config.json").write_text(config.replace("{", f'{{"x": [0.0, {value}],"y":{value}, "z": "NaN, \\"Infinity\\"",', 1))
+        same(top_logits(model), top_logits(PARROT), value)
+        for key in ("rope_theta", "sliding_window", "eos_token_id"):
+            (model / "config.json").write_text(re.sub(rf'"{key}": ?[^,}}\]]*\]?', f'"{key}": {value}', config))
+            refused("logits", model, "--ids", 1, words=[key] + [f'"{value}"'] * (key != "eos_token_id"))
+    (model / "config.json").write_text(config[:-2] + ", NaN}")
+    refused("logits", model, "--ids", 1, words=["config.json", "JSON"])
 
 
 MANY = "model.layers.0.mlp.experts.gate_up_proj"
@@ -683,7 +774,9 @@ LAX = [  # what cJSON would let pass, for any file: from `{"a": ...}` to text; w
     ("-.5", lambda text: text.replace("{", '{"a": -.5, ', 1), ["number"]),
     ("-01", lambda text: text.replace("{", '{"a": -01, ', 1), ["number"]),
     ("0x10", lambda text: text.replace("{", '{"a": 0x10, ', 1), ["JSON"]),
-    ("NaN", lambda text: text.replace("{", '{"a": NaN, ', 1), ["JSON"]),
+    ("NaN", lambda text: text.replace("{", '{"a": NaN, ', 1), FINE),
+    ("nan", lambda text: text.replace("{", '{"a": nan, ', 1), ["JSON"]),
+    ("+Infinity", lambda text: text.replace("{", '{"a": +Infinity, ', 1), ["JSON"]),
     ("a bad escape", lambda text: text.replace("{", '{"a": "\\x", ', 1), ["JSON"]),
     ("a key twice", lambda text: text.replace("{", '{"a": 1, "a": 1, ', 1), ["'a'", "twice"]),
     ("a key twice, deep", lambda text: text.replace("{", '{"a": [{"b": {"c": 1, "d": 2, "c": 1}}], ', 1),

@@ -7,7 +7,8 @@ import tarfile
 import zlib
 
 from gguf_files import PRES, U16, convert, gguf, places, text, vocabulary
-from helpers import (FIXTURES, GOLDENS, PARROT, PLAIN, copy_model, data, each, expect, ids_of, infer, read_json, refused, render, same)
+from helpers import (FIXTURES, GOLDENS, PARROT, PLAIN, copy_model, data, each, expect, has, ids_of, infer, read_json,
+                     refused, render, same)
 from test_chat import MODELS as CHATS, folder_of
 from test_logits import golden, read_npy
 
@@ -103,7 +104,11 @@ def test_rope(folder):
           ("linear", {"rope_type": "linear", "factor": 2.0}, linear),
           ("scale_linear", {"rope_type": "linear", "factor": 2.0}, {"llama.rope.scale_linear": 2.0}),
           ("none", None, {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 2.0})], check)
-    each([("llama.rope.scaling." + name,) for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")],
+    for name in ("attn_factor", "yarn_attn_factor"):  # mean the same: they multiply YaRN's own
+        check(name, yarn | {"attn_factor": 0.75}, keys | {f"llama.rope.scaling.{name}": 0.75})
+    refused("logits", save(folder / "model.gguf", metadata | {"llama.rope.scaling.attn_factor": 0.75}, tensors), "--ids", 1,
+            words=["attn_factor", "yarn"])
+    each([("llama.rope.scaling.yarn_ext_factor",), ("llama.attention.temperature_scale",)],
          lambda name: refused("logits", save(folder / "model.gguf", metadata | keys | {name: 1.0}, tensors), "--ids", 1, words=[name]))
 
 
@@ -204,6 +209,38 @@ def test_inspect_list_and_names(folder):
     (folder / "models" / "b" / "c.gguf-00002-of-00002.gguf").unlink()
     same([m["complete"] for m in json.loads(infer("list", "--json", cwd=folder, env=env).text)], [True, False, True, True, True],
          "complete")
+
+
+def test_files_with_other_endings(folder):
+    """A file is known by its first bytes too: without an ending, as the hub's blobs are, or in capitals; in parts too. What
+    else lies there is no model."""
+    expected = ids_of(infer("tokenize", PARROT, stdin="Hello"))
+    parrot(folder, "models/PARROT.GGUF"), parrot(folder, "models/" + "1" * 64), parrot(folder, "models/c.bin")
+    (folder / "models/notes.txt").write_text("GGU")
+    for name in ("PARROT.GGUF", "1" * 64, "c.bin"):
+        for model in (folder / "models" / name, name[:8]):
+            same(ids_of(infer("tokenize", model, stdin="Hello", cwd=folder)), expected, f"tokens of {model}")
+    same([m["name"] for m in json.loads(infer("list", "--json", cwd=folder, env={"HF_HOME": folder}).text)],
+         ["models/" + name for name in ("1" * 64, "PARROT.GGUF", "c.bin")], "the list") if has("commands") else None
+    for ending in (".GGUF", ".Gguf", ""):
+        parrot(folder, "parts", parts=3)
+        for part in folder.glob("parts-0*.gguf"):
+            part.rename(part.with_suffix(ending))
+        same(infer("logits", folder / f"parts-00001-of-00003{ending}", "--ids", 1).text,
+             infer("logits", PARROT, "--ids", 1).text, f"parts with {ending or 'no ending'}")
+        refused("tokenize", folder / f"parts-00002-of-00003{ending}", words=["not the first", "00001"])
+
+
+def test_mistral3(folder):
+    """Newer files of Mistral Small have an architecture of that name, with the formulas of llama. Ministral 3 scales q by
+    its position, which a key says."""
+    metadata, tensors = convert(FIXTURES / "llama_bias")
+    metadata = {key.replace("llama.", "mistral3."): x for key, x in metadata.items()} | {"general.architecture": "mistral3"}
+    ids = golden("llama_bias")[0]
+    found = error(logits(save(folder / "model.gguf", metadata, tensors), ids, folder), golden("llama_bias")[2])
+    expect(found < 1e-5, f"relative error {found:.1e}")
+    refused("logits", save(folder / "model.gguf", metadata | {"mistral3.attention.temperature_scale": 0.1}, tensors), "--ids", 1,
+            words=["mistral3.attention.temperature_scale", "not known here"])
 
 
 def test_stops(folder):
@@ -363,7 +400,7 @@ def test_wrong_models(folder):
     for name, whole, shape in (("blk.1.attn_kv_b", True, [64]), ("blk.1.attn_k_b", False, [2, 512]),
                                ("blk.1.attn_v_b", False, [2, 32]), ("token_embd", False, [131])):
         metadata, tensors = convert(FIXTURES / "deepseek_v3", whole_kv_b=whole)  # no formula adds such a bias
-        path = save(folder / "model.gguf", metadata, tensors + [(name + ".bias", shape, "F32", bytes(4 * math.prod(shape)))])
+        path = save(folder / "model.gguf", metadata, tensors + [(name + ".bias", shape, "F32", b"\0\0\x80?" * math.prod(shape))])
         refused("logits", path, "--ids", 1, words=[".bias' has no place"])
     for kind, name in ((16, "IQ2_XXS"), (29, "IQ1_M"), (40, "NVFP4"), (77, "unknown (77)")):
         raw = bytearray(gguf(*base))
