@@ -202,9 +202,9 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
         return fail(e, USAGE, "response_format needs the type json_schema, json_schema.name and json_schema.schema");
     if (!cJSON_IsArray(messages)) return fail(e, USAGE, "messages is not an array");
     cJSON_ArrayForEach(each, messages) if (!parse_message(c, each, i++, e)) return false;
-    c->request = cJSON_Duplicate(json, true);
-    cJSON_DeleteItemFromObjectCaseSensitive(c->request, "messages");
-    for (int t = 0; t < 2; t++) cJSON_DeleteItemFromObjectCaseSensitive(c->request, texts[t]);
+    c->request = cJSON_CreateObject();
+    cJSON_ArrayForEach(each, json) if (!text_listed("messages reasoning_effort date", each->string))
+        json_add(c->request, each->string, cJSON_Duplicate(each, true), NULL);
     return true;
 }
 

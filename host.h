@@ -10,6 +10,8 @@
 #include <signal.h>
 #include <stdio.h>
 
+#define VERSION "0.1"
+
 /* The backend of this build: card.cu, or tests/reference.c. */
 extern const Backend *const backend;
 
@@ -348,7 +350,8 @@ struct Stream {
      * them; they still are what it set last in this or another stream. The draw waits no longer than a second, in which
      * `take` of other streams runs, too. NULL: all may come. */
     void (*allow)(Stream *s, uint32_t *bits);
-    Want want; /* WANT_LOGITS: `take` gets the logits of drawn tokens; WANT_ALL_LOGITS: those of the prompt too */
+    uint64_t salt; /* it shares kept pages only with texts of the same salt: 0, or its highest bit is set */
+    Want want;     /* WANT_LOGITS: `take` gets the logits of drawn tokens; WANT_ALL_LOGITS: those of the prompt too */
     size_t published; /* position of the next token that `take` gets. To skip a prompt's beginning, set it */
     const Ids *stop;  /* tokens that end it, or NULL */
     Take *take;       /* or NULL */

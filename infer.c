@@ -29,7 +29,6 @@
 #ifndef BACKEND
 #define BACKEND reference
 #endif
-#define VERSION "0.1"
 
 const Backend *const backend = &BACKEND;
 

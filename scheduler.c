@@ -115,7 +115,8 @@ static void drop_pages(Scheduler *s, Stream *t) {
         if (!p->name) TAILQ_INSERT_HEAD(&s->idle, p, idle);
         s->now.idle++;
     }
-    t->sent = t->filed = t->chain = 0;
+    t->sent = t->filed = 0;
+    t->chain = t->salt;
 }
 
 /* Gives the first waiting stream a slot and pages for all its tokens. Pages of its text in the cache are shared. */
@@ -179,6 +180,7 @@ void scheduler_add(Scheduler *s, Stream *t) {
     const size_t n = s->now.running + s->now.waiting++;
     s->stream = reallocate(s->stream, (n + 1) * sizeof *s->stream);
     s->stream[n] = t;
+    t->chain = t->salt;
     if (t->sampling.temperature < 0.01f) t->sampling.temperature = 0; /* logits are divided by it */
 }
 

@@ -345,6 +345,13 @@ bool tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int flags,
     return ok;
 }
 
+size_t tokenizer_room(const Tokenizer *t, size_t tokens) {
+    size_t most = 1;
+    for (int id = 0; id < t->size; id++) most = t->token[id].n > most ? t->token[id].n : most;
+    if (t->features & NFC) most *= 3; /* no character takes more than three times its bytes when it is decomposed */
+    return t->unknown >= 0 ? SIZE_MAX : tokens * most; /* a row of unknown characters is one token */
+}
+
 /* ---- decoding ---- */
 
 void tokenizer_bytes(const Tokenizer *t, Decoder *d, int id, Bytes *out) {

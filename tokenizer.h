@@ -34,6 +34,9 @@ enum {
  * its match limit, or a byte has no token. After an error `out` is as before. */
 bool tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int flags, Ids *out, Error *e);
 
+/* The most bytes of a text that becomes so many tokens. SIZE_MAX: there is no limit. */
+size_t tokenizer_room(const Tokenizer *t, size_t tokens);
+
 /* Decodes one stream of tokens. Set it to zero to begin. Set `begun` if the stream continues a text, because a Strip
  * decoder drops the first space only at the beginning. */
 typedef struct {

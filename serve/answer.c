@@ -21,13 +21,16 @@ void put_json(Request *q, cJSON *json) {
 void put_error(Request *q) {
     const int status = q->error.code;
     const char *type = status == 429 ? "rate_limit_error" : status < 500 ? "invalid_request_error" : "server_error";
-    /* the field at fault: a message about one begins with its name */
-    LocalText word = copy_text(q->error.text, strcspn(q->error.text, " .[:"));
-    const char *code = status == 401 ? "invalid_api_key" : q->code, *param = json_get(q->json, word) ? word : NULL;
+    /* the field at fault: a message about one begins with its path, such as messages[3].content */
+    LocalText word = copy_text(q->error.text, strcspn(q->error.text, " :"));
+    LocalText field = copy_text(word, strcspn(word, ".["));
+    const char *code = status == 401 ? "invalid_api_key" : q->code, *param = q->param;
+    if (!param && (json_get(q->json, field) || text_listed("messages prompt tokens", field))) param = word;
     cJSON *error = json_object("message", json_word(q->error.text), "type", json_word(type), "param", json_word(param),
                                "code", json_word(code), NULL);
     put_json(q, json_object("error", error, NULL));
 }
+
 /* ---- answers as JSON ---- */
 
 /* all: log_sum_exp of the logits. Without logits the logprob is null. */
@@ -117,7 +120,8 @@ void put_reply(Request *q, Choice *from, const Choice *to, bool usage) {
     if (!usage && q->stream && q->usage) used = json_word(NULL); /* it comes later */
     for (Choice *c = from; c < to; c++) cJSON_AddItemToArray(choices, choice_json(c));
     put_json(q, json_object("id", json_word(q->id), "object", json_word(what), "created", json_number(q->created),
-                            "model", json_word(server.name), "choices", choices, "usage", used, NULL));
+                            "model", json_word(server.name), "system_fingerprint", json_word(server.fingerprint),
+                            "choices", choices, "usage", used, NULL));
 }
 /* ---- from tokens to answers ---- */
 

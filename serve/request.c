@@ -2,6 +2,7 @@
 #include "serve.h"
 
 #include <ctype.h>
+#include <openssl/sha.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -20,8 +21,8 @@ static double number(Request *q, const char *key, bool whole, double least, doub
 }
 
 /* The same for true or false. */
-bool flag(Request *q, const cJSON *object, const char *key, bool normal) {
-    const cJSON *value = json_get(object, key);
+static bool flag(Request *q, const char *key, bool normal) {
+    const cJSON *value = json_get(q->json, key);
     if (value && !cJSON_IsBool(value) && !q->error.code) fail(&q->error, 400, "%s must be true or false", key);
     return value ? cJSON_IsTrue(value) : normal;
 }
@@ -31,41 +32,102 @@ bool is_model(Request *q, const char *name) {
     q->code = "model_not_found";
     return fail(&q->error, 404, "model: there is no model %.100s here, only %s", name, server.name);
 }
-/* Checks the request's model, if it names one. */
-bool check_model(Request *q) {
-    const cJSON *model = json_get(q->json, "model");
-    const char *name = cJSON_GetStringValue(model);
-    if (model && !name) return fail(&q->error, 400, "model must be a text");
-    return !name || !*name || is_model(q, name);
+
+/* Fields that requests for answers take, and those of conversations. */
+static const char of_answers[] =
+    "stream stream_options n best_of max_tokens max_completion_tokens logprobs top_logprobs seed top_k temperature "
+    "top_p min_p repetition_penalty frequency_penalty presence_penalty stop logit_bias ignore_eos cache_salt user "
+    "safety_identifier metadata prompt_cache_key prediction";
+static const char of_chats[] =
+    "messages tools tool_choice parallel_tool_calls response_format reasoning_effort chat_template_kwargs date "
+    "model_identity knowledge_cutoff channels bare keep_analysis";
+
+/* Fields of other servers that are refused with advice, unless their value follows a = here: it changes nothing. A
+ * space marks where a field begins. -0 is 0. */
+static const struct {
+    const char *fields, *advice;
+} others[] = {
+    {" max_new_tokens= n_predict= num_predict= max_output_tokens= max_length=", "use max_tokens"},
+    {" repeat_penalty=1", "use repetition_penalty"},
+    {" stop_sequences= stop_token_ids=[] stop_regex=", "use stop"},
+    {" do_sample=", "use temperature, 0 for the likeliest token"},
+    {" typical_p=1 typ_p=1 top_a=0 tfs=1 tfs_z=1 epsilon_cutoff=0 eta_cutoff=0 mirostat=0 mirostat_mode=0 "
+     "mirostat_tau= "
+     "mirostat_eta= xtc_probability=0 xtc_threshold= dry_multiplier=0 dry_base= dry_allowed_length= dynatemp_range=0 "
+     "smoothing_factor=0 samplers= top_n_sigma= length_penalty=1 early_stopping=false use_beam_search=false",
+     "use temperature, top_p, top_k or min_p"},
+    {" allowed_token_ids= bad_words=[] logits_processors= logit_processors= custom_logit_processor=", "use logit_bias"},
+    {" min_tokens=0 min_new_tokens=0", "use ignore_eos with max_tokens"},
+    {" guided_json= guided_regex= guided_choice= guided_grammar= structured_outputs= grammar= json_schema= regex= "
+     "ebnf= "
+     "format=",
+     "use response_format"},
+    {" functions=[]", "use tools"},
+    {" function_call=\"auto\" function_call=\"none\"", "use tool_choice"},
+    {" system= instructions= input= documents=[] context=", "use messages"},
+    {" enable_thinking=true thinking= think= include_reasoning=true separate_reasoning=true stream_reasoning=true",
+     "use reasoning_effort, or chat_template_kwargs with enable_thinking"},
+    {" reasoning= verbosity=\"medium\" thinking_budget= budget_tokens= thinking_token_budget=", "use reasoning_effort"},
+    {" echo=false prompt_logprobs= n_probs=0 continue_final_message=false chat_template= template= raw=false",
+     "send the text to /v1/completions, which has echo and logprobs"},
+    {" prompt=", "use messages, or send the text to /v1/completions"},
+    {" messages=", "send them to /v1/chat/completions"},
+    {" truncate_prompt_tokens= truncation=\"disabled\" n_keep=0", "shorten the prompt"},
+    {" suffix=\"\"", "texts are continued at their end only"},
+    {" cache_prompt=true", "use cache_salt to keep prefixes apart"},
+    {" request_id=", "send the header X-Request-Id"},
+    {" options= extra_body= parameters=", "put its fields into the request itself"},
+    {" num_ctx= max_model_len= keep_alive= priority=0 id_slot=-1 lora_path= lora_request= mm_processor_kwargs= "
+     "service_tier=\"auto\" service_tier=\"default\" store=false prompt_cache_retention=\"in_memory\" "
+     "prompt_cache_retention=\"in-memory\"",
+     "the server decides that for all requests, see infer serve --help"},
+    {" audio= modalities=[\"text\"] web_search_options= moderation= plugins= models= provider= transforms= route=",
+     "this server writes text, with one model and without tools of its own"},
+    {" include_stop_str_in_output=false return_token_ids=false return_tokens_as_token_ids=false detokenize=true "
+     "spaces_between_special_tokens=true",
+     "answers are plain text"},
+};
+/* The same of one endpoint, without advice. */
+static const char in_chats[] = " add_special_tokens=false add_generation_prompt=true skip_special_tokens=true";
+static const char in_texts[] =
+    " add_special_tokens=true add_generation_prompt=true max_completion_tokens= top_logprobs=0 tools=[] "
+    "tool_choice=\"none\" tool_choice=\"auto\" response_format={\"type\":\"text\"}";
+
+/* Is the field in a list with values, and is its value one of them? */
+static bool is_in(const char *list, const cJSON *field, bool *accepted) {
+    LocalBytes text = {0};
+    bytes_print(&text, " %s=", field->string);
+    if (!strstr(list, text.data)) return false;
+    LocalText value = cJSON_IsNumber(field) ? text_print("%.17g", field->valuedouble + 0) : json_text(field);
+    bytes_text(&text, value);
+    *accepted = text_listed(list, text.data + 1);
+    return true;
 }
 
-/* Fields that are refused, unless their value follows a = here: in any request, in chats, in texts. Accepted values
- * change nothing; -0 is 0. A space marks where a field begins. */
-#define UNSUPPORTED                                                                                                    \
-    " add_generation_prompt=true allowed_token_ids= audio= bad_words=[] chat_template= continue_final_message=false "  \
-    "documents=[] function_call=\"auto\" function_call=\"none\" "                                                      \
-    "functions=[] grammar= guided_choice= guided_grammar= guided_json= guided_regex= include_reasoning=true "          \
-    "include_stop_str_in_output=false json_schema= logits_processors= min_tokens=0 modalities=[\"text\"] "             \
-    "prompt_logprobs= repeat_penalty=1 return_token_ids=false return_tokens_as_token_ids=false "                       \
-    "stop_token_ids=[] structured_outputs= suffix=\"\" truncate_prompt_tokens= typical_p=1 use_beam_search=false "     \
-    "verbosity=\"medium\" web_search_options="
-static const char of_chats[] =
-    UNSUPPORTED " add_special_tokens=false echo=false enable_thinking=true skip_special_tokens=true";
-static const char of_texts[] = UNSUPPORTED " add_special_tokens=true max_completion_tokens= "
-                                           "top_logprobs=0 tools=[] response_format={\"type\":\"text\"}";
+static bool check_field(Request *q, const cJSON *field) {
+    const char *name = field->string, *path = q->endpoint->path, *own = "prompt echo skip_special_tokens";
+    const bool answers = q->endpoint->is & ANSWERS, tokenize = !strcmp(path, "/tokenize");
+    bool accepted = false;
+    if (cJSON_IsNull(field) || !strcmp(name, "model")) return true;
+    if (answers && is_in(q->chat ? in_chats : in_texts, field, &accepted))
+        return accepted || fail(&q->error, 400, "%s is not supported with this value: leave it out", name);
+    if (!answers) own = tokenize ? "prompt add_special_tokens add_generation_prompt" : "tokens";
+    if ((!q->chat && text_listed(own, name)) || (answers && text_listed(of_answers, name))) return true;
+    if ((q->chat || tokenize) && text_listed(of_chats, name)) return true;
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+        if (is_in(others[i].fields, field, &accepted))
+            return accepted || fail(&q->error, 400, "%s is not supported: %s", name, others[i].advice);
+    q->code = "unknown_parameter", q->param = name;
+    return fail(&q->error, 400, "%.100s is no field of %s: leave it out", name, path);
+}
 
-static bool refuse_others(Request *q) {
-    const char *unsupported = q->chat ? of_chats : of_texts;
-    const cJSON *each;
-    cJSON_ArrayForEach(each, q->json) {
-        LocalBytes field = {0};
-        bytes_print(&field, " %s=", each->string);
-        if (cJSON_IsNull(each) || !strstr(unsupported, field.data)) continue;
-        LocalText value = cJSON_IsNumber(each) ? text_print("%.17g", each->valuedouble + 0) : json_text(each);
-        bytes_text(&field, value);
-        if (!text_listed(unsupported, field.data + 1))
-            return fail(&q->error, 400, "%s is not supported with this value: leave it out", each->string);
-    }
+bool check_fields(Request *q) {
+    const cJSON *model = json_get(q->json, "model"), *each;
+    const char *name = cJSON_GetStringValue(model);
+    q->chat = q->endpoint == endpoints;
+    if (model && !name) return fail(&q->error, 400, "model must be a text");
+    if (name && *name && !is_model(q, name)) return false;
+    cJSON_ArrayForEach(each, q->json) if (!check_field(q, each)) return false;
     return true;
 }
 
@@ -73,8 +135,9 @@ static bool take_stops(Request *q) {
     const cJSON *stop = json_get(q->json, "stop"), *each = cJSON_IsArray(stop) ? stop->child : stop;
     for (; each; each = cJSON_IsArray(stop) ? each->next : NULL) {
         const char *text = cJSON_GetStringValue(each);
-        if (!text || q->stops == MOST_STOPS)
-            return fail(&q->error, 400, "stop must be a text or an array of at most %d texts", MOST_STOPS);
+        if (!text || q->stops == MOST_STOPS || strlen(text) > MOST_STOP)
+            return fail(&q->error, 400, "stop must be a text or an array of at most %d texts, each of %d bytes at most",
+                        MOST_STOPS, MOST_STOP);
         if (*text) q->stop[q->stops++] = text;
     }
     return true;
@@ -99,6 +162,41 @@ static bool take_biases(Request *q) {
     return true;
 }
 
+/* stream_options: usage at a stream's end; padding against listeners and usage all along are not supported. */
+static bool take_stream_options(Request *q) {
+    const cJSON *options = json_get(q->json, "stream_options"), *each;
+    if (options && !cJSON_IsObject(options)) return fail(&q->error, 400, "stream_options must be an object");
+    cJSON_ArrayForEach(each, options) {
+        const bool usage = !strcmp(each->string, "include_usage");
+        if (usage && !cJSON_IsBool(each) && !cJSON_IsNull(each))
+            return fail(&q->error, 400, "stream_options.include_usage must be true or false");
+        if (!usage && (!text_listed("include_obfuscation continuous_usage_stats", each->string) || cJSON_IsTrue(each)))
+            return fail(&q->error, 400, "stream_options.%.100s is not supported: leave it out", each->string);
+        q->usage |= usage && cJSON_IsTrue(each);
+    }
+    return true;
+}
+
+/* Kept prefixes are shared by requests of one key and cache_salt: what one has read does not show in another's times
+ * and cached_tokens. Without both everybody shares. */
+static bool take_salt(Request *q) {
+    const cJSON *salt = json_get(q->json, "cache_salt");
+    if (salt && (!cJSON_IsString(salt) || !*salt->valuestring))
+        return fail(&q->error, 400, "cache_salt must be a text that is not empty");
+    unsigned char digest[SHA256_DIGEST_LENGTH];
+    LocalText text = text_print("%s,%s", q->key ? q->key : "", salt ? salt->valuestring : "");
+    SHA256((const unsigned char *)text, strlen(text), digest);
+    memcpy(&q->salt, digest, sizeof q->salt);
+    q->salt = q->key || salt ? q->salt | UINT64_C(1) << 63 : 0;
+    return true;
+}
+
+/* How many prompts a request for texts has. */
+static const cJSON *first_of_many(const Request *q) {
+    const cJSON *prompt = json_get(q->json, "prompt"), *first = cJSON_IsArray(prompt) ? prompt->child : NULL;
+    return cJSON_IsString(first) || cJSON_IsArray(first) ? first : NULL;
+}
+
 /* Takes everything but the prompt. */
 bool take_request(Request *q) {
     const double most = INT32_MAX, seed = number(q, "seed", true, -0x1p63, 0x1p63, -1); /* -1: random */
@@ -106,19 +204,17 @@ bool take_request(Request *q) {
     if (getentropy(&s->seed, sizeof s->seed)) s->seed = (uint64_t)(seconds() * 1e9);
     snprintf(q->id, sizeof q->id, "%s-%016llx", q->chat ? "chatcmpl" : "cmpl", (unsigned long long)s->seed);
     q->created = time(NULL);
-    const cJSON *best = json_get(q->json, "best_of"), *options = json_get(q->json, "stream_options");
-    if (!refuse_others(q)) return false;
-    if (options && !cJSON_IsObject(options)) return fail(&q->error, 400, "stream_options must be an object");
-    q->stream = flag(q, q->json, "stream", false);
-    q->usage = flag(q, options, "include_usage", false);
-    q->ignore_eos = flag(q, q->json, "ignore_eos", false);
-    q->echo = !q->chat && flag(q, q->json, "echo", false);
-    q->skip_special = !q->chat && flag(q, q->json, "skip_special_tokens", false);
-    q->parallel = !q->chat || flag(q, q->json, "parallel_tool_calls", true);
+    const cJSON *best = json_get(q->json, "best_of");
+    if (!take_stream_options(q) || !take_salt(q)) return false;
+    q->stream = flag(q, "stream", false);
+    q->ignore_eos = flag(q, "ignore_eos", false);
+    q->echo = !q->chat && flag(q, "echo", false);
+    q->skip_special = !q->chat && flag(q, "skip_special_tokens", false);
+    q->parallel = !q->chat || flag(q, "parallel_tool_calls", true);
     q->n = (int)number(q, "n", true, 1, 16, 1);
     q->tokens = (int)number(q, "max_tokens", true, q->chat ? 1 : 0, most, q->chat ? most : 16);
     if (q->chat) q->tokens = (int)number(q, "max_completion_tokens", true, 1, most, q->tokens);
-    const bool scored = q->chat && flag(q, q->json, "logprobs", false);
+    const bool scored = q->chat && flag(q, "logprobs", false);
     q->top = (int)number(q, q->chat ? "top_logprobs" : "logprobs", true, 0, MOST_TOP, scored ? 0 : -1);
     if (seed != -1) s->seed = seed < 0 ? (uint64_t)(int64_t)seed : (uint64_t)seed;
     s->top_k = (int)number(q, "top_k", true, -1, most, 0);
@@ -130,9 +226,13 @@ bool take_request(Request *q) {
     s->presence = (float)number(q, "presence_penalty", false, -2, 2, 0);
     if (s->min_p < 1e-30f) s->min_p = 0;
     if (q->error.code) return false;
-    if (q->chat && q->top > 0 && !scored) return fail(&q->error, 400, "top_logprobs needs logprobs");
+    if (q->chat && q->top > 0 && !scored) return fail(&q->error, 400, "top_logprobs needs logprobs: true");
     if (q->chat && !scored) q->top = -1;
     if (best && cJSON_GetNumberValue(best) != q->n) return fail(&q->error, 400, "best_of must equal n: leave it out");
+    q->answers = q->n * (first_of_many(q) && !q->chat ? cJSON_GetArraySize(json_get(q->json, "prompt")) : 1);
+    if (q->answers > MOST_CHOICES)
+        return fail(&q->error, 400, "%s asks for %d answers, a request has at most %d", q->chat ? "n" : "prompt",
+                    q->answers, MOST_CHOICES);
     return take_stops(q) && take_biases(q);
 }
 /* ---- functions ---- */
@@ -152,10 +252,33 @@ static void rename_function(Request *q, const cJSON *holder) {
     cJSON_SetValuestring(item, used);
 }
 
+static const char *function_name(const cJSON *tool) { return json_string(json_get(tool, "function"), "name"); }
+
+/* tool_choice {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}: the prompt has no other tools.
+ * Returns its mode; NULL: it is malformed. */
+static const char *allow_tools(Request *q, const cJSON *allowed) {
+    cJSON *tools = cJSON_DetachItemFromObjectCaseSensitive(q->json, "tools"), *kept = cJSON_CreateArray(), *tool;
+    const cJSON *names = json_get(allowed, "tools"), *each;
+    bool known = cJSON_IsArray(names);
+    cJSON_ArrayForEach(each, names) {
+        cJSON_ArrayForEach(tool, tools) if (same(function_name(tool), function_name(each))) break;
+        if (tool) cJSON_AddItemToArray(kept, cJSON_DetachItemViaPointer(tools, tool));
+        known &= tool != NULL;
+    }
+    cJSON_Delete(tools);
+    cJSON_AddItemToObject(q->json, "tools", kept);
+    return known ? json_string(allowed, "mode") : NULL;
+}
+
 /* Takes tools and tool_choice. *force: the answer must be a call of the function *name, or of any if that is NULL. */
 static bool take_tools(Request *q, bool *force, const char **name) {
     const cJSON *choice = json_get(q->json, "tool_choice"), *each, *call;
     const char *word = cJSON_IsString(choice) ? choice->valuestring : choice ? "" : "auto";
+    const bool some = json_is(choice, "type", "allowed_tools");
+    if (some) word = allow_tools(q, json_get(choice, "allowed_tools"));
+    if (some && (!word || (strcmp(word, "auto") && strcmp(word, "required"))))
+        return fail(&q->error, 400,
+                    "tool_choice.allowed_tools needs the mode auto or required, and functions that tools has");
     if (!strcmp(word, "none")) cJSON_DeleteItemFromObjectCaseSensitive(q->json, "tools"), word = "auto";
     const cJSON *tools = json_get(q->json, "tools");
     const int n = cJSON_GetArraySize(tools);
@@ -164,36 +287,42 @@ static bool take_tools(Request *q, bool *force, const char **name) {
     cJSON_ArrayForEach(each, json_get(q->json, "messages")) cJSON_ArrayForEach(call, json_get(each, "tool_calls"))
         rename_function(q, call);
     rename_function(q, choice);
-    *name = json_string(json_get(choice, "function"), "name");
+    *name = function_name(choice);
     *force = *name || !strcmp(word, "required");
     if (!*force && strcmp(word, "auto"))
-        return fail(&q->error, 400, "tool_choice must be auto, none, required or a function");
+        return fail(&q->error, 400, "tool_choice must be auto, none, required, a function or allowed_tools");
     cJSON_ArrayForEach(each, tools) {
         rename_function(q, each);
-        const char *has = json_string(json_get(each, "function"), "name");
+        const char *has = function_name(each);
         if (*force && !*name && n == 1) *name = has;
         found |= has && (!*name || !strcmp(has, *name));
     }
-    return !*force || found || fail(&q->error, 400, "tool_choice asks for a function that tools do not have");
+    if (!*force || found) return true;
+    const char *sent = json_string(q->names, *name ? *name : ""); /* the name before it was changed */
+    return *name ? fail(&q->error, 400, "tool_choice asks for %.64s, which tools does not have", sent ? sent : *name)
+                 : fail(&q->error, 400, "tool_choice asks for a call, and tools has no function");
 }
 /* ---- making choices ---- */
+
+static bool too_long(Request *q, size_t n, const char *of) {
+    q->code = "context_length_exceeded", q->param = q->chat ? "messages" : "prompt";
+    return fail(&q->error, 400, /* clients look for these words */
+                "this model's maximum context length is %d tokens, the prompt has %zu %s: shorten it",
+                server.s.engine.context, n, of);
+}
 
 /* Adds the request's n answers to a prompt. With echo the prompt is part of each: it is read here, or, if the client
  * wants logprobs, by the scheduler from the second token on. */
 static bool add_choices(Request *q, const Ids *prompt) {
     const size_t context = (size_t)server.s.engine.context;
-    if (!prompt->n) return fail(&q->error, 400, "the prompt is empty");
-    if (prompt->n >= context)
-        return q->code = "context_length_exceeded",
-               fail(&q->error, 400, "this model's maximum context length is %zu tokens, the prompt has %zu: shorten it",
-                    context, prompt->n); /* clients look for these words */
-    if (q->choices + q->n > MOST_CHOICES) return fail(&q->error, 400, "a request has at most %d answers", MOST_CHOICES);
+    if (!prompt->n) return fail(&q->error, 400, "prompt is empty");
+    if (prompt->n >= context) return too_long(q, prompt->n, "tokens");
     q->choice = reallocate(q->choice, (size_t)(q->choices + q->n) * sizeof *q->choice);
     for (int i = 0; i < q->n; i++) {
         Choice *c = q->choice + q->choices++;
         Stream *t = &c->stream;
         *c = (Choice){.request = q, .last = q->since, .scores = cJSON_CreateArray(), .reader.decoder.begun = !q->echo};
-        *t = (Stream){.prompt = prompt->n, .sampling = q->sampling};
+        *t = (Stream){.prompt = prompt->n, .sampling = q->sampling, .salt = q->salt};
         bytes_text(&c->text, "");
         ids_append(&t->tokens, prompt->data, prompt->n);
         t->most = prompt->n + (q->tokens ? (size_t)q->tokens : 1);
@@ -208,7 +337,21 @@ static bool add_choices(Request *q, const Ids *prompt) {
     return true;
 }
 
-/* Takes chat_template_kwargs, where clients set one of two names that templates have for thinking, or both. */
+/* Refuses a conversation that no context can hold, before it is rendered. What models wrote may be left out. */
+static bool check_length(Request *q) {
+    const cJSON *message, *part;
+    size_t n = 0;
+    cJSON_ArrayForEach(message, json_get(q->json, "messages")) {
+        const cJSON *content = json_get(message, "content");
+        if (json_is(message, "role", "assistant")) continue;
+        n += cJSON_IsString(content) ? strlen(content->valuestring) : 0;
+        cJSON_ArrayForEach(part, content) n += json_string(part, "text") ? strlen(json_string(part, "text")) : 0;
+    }
+    return n <= server.most_bytes || too_long(q, n, "bytes");
+}
+
+/* Takes chat_template_kwargs, where clients set one of two names that templates have for thinking, or both. OpenAI's
+ * efforts minimal and xhigh are low and high to models of three. */
 static bool take_template_values(Request *q, Conversation *talk) {
     const cJSON *kwargs = json_get(q->json, "chat_template_kwargs"), *each, *thinks = NULL;
     bool ok = !kwargs || cJSON_IsObject(kwargs);
@@ -224,58 +367,104 @@ static bool take_template_values(Request *q, Conversation *talk) {
         }
     }
     if (cJSON_IsFalse(thinks)) conversation_set(&talk->effort, "none");
+    if (same(talk->effort, "minimal")) conversation_set(&talk->effort, "low");
+    if (same(talk->effort, "xhigh")) conversation_set(&talk->effort, "high");
     return ok ||
            fail(&q->error, 400, "chat_template_kwargs may have only enable_thinking or thinking, and reasoning_effort");
 }
 
-/* Renders a conversation. The beginning of a forced call belongs to the answer, so that the reader gets it too. */
-bool make_chat(Request *q) {
-    bool force;
-    const char *name;
-    LOCAL(conversation_free) Conversation talk = {0};
-    LocalIds ids = {0};
+/* Reads a conversation and renders it. The answer begins at token *begin: the beginning of a forced call belongs to
+ * it. */
+static bool render(Request *q, Conversation *talk, Ids *ids, size_t *begin) {
+    bool force = false;
+    const char *name = NULL;
     const Chat *chat = &server.s.chat;
+    const bool prompt = flag(q, "add_generation_prompt", true); /* /tokenize alone takes it */
     Error *e = &q->error;
     if (!server.s.has_chat) return fail(e, 400, "%s has no chat format: send a text to /v1/completions", server.name);
-    if (!take_tools(q, &force, &name)) return false;
-    conversation_init(&talk);
-    if (!conversation_parse(&talk, q->json, e)) return false;
-    if (!talk.messages && !talk.instructions) return fail(e, 400, "messages is empty");
-    if (!take_template_values(q, &talk)) return false;
-    if (!chat_render(chat, &talk, true, &ids, e)) return false;
-    const size_t prompt = ids.n;
-    if (force && !chat_force(chat, talk.effort, name, &ids, e)) return false;
-    if (!add_choices(q, &ids)) return false;
+    if (e->code || !take_tools(q, &force, &name) || !check_length(q)) return false;
+    conversation_init(talk);
+    if (!conversation_parse(talk, q->json, e) || !take_template_values(q, talk)) return false;
+    if (!talk->messages && !talk->instructions) return fail(e, 400, "messages is empty");
+    if (!chat_render(chat, talk, prompt, ids, e)) return false;
+    *begin = ids->n;
+    return !force || !prompt || chat_force(chat, talk->effort, name, ids, e);
+}
+
+static bool make_chat(Request *q) {
+    LOCAL(conversation_free) Conversation talk = {0};
+    LocalIds ids = {0};
+    size_t begin;
+    if (!render(q, &talk, &ids, &begin) || !add_choices(q, &ids)) return false;
     for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
-        reader_init(&c->reader, chat, &talk);
-        for (size_t i = prompt; i < ids.n; i++) reader_push(&c->reader, ids.data[i], NULL);
+        reader_init(&c->reader, &server.s.chat, &talk);
+        for (size_t i = begin; i < ids.n; i++) reader_push(&c->reader, ids.data[i], NULL);
     }
     return true;
 }
 
 /* Takes a prompt, a value of the request's `key`: a text, or an array of token ids. */
-bool take_prompt(Request *q, const char *key, const cJSON *prompt, int flags, Ids *ids) {
+static bool take_prompt(Request *q, const char *key, const cJSON *prompt, int flags, Ids *ids) {
     const cJSON *each;
     const char *text = cJSON_GetStringValue(prompt);
     const int vocab = server.s.checkpoint.model.vocab;
     int64_t id;
-    if (text) return tokenizer_encode(server.s.tokenizer, text, strlen(text), flags, ids, &q->error);
+    if (text && q->answers && strlen(text) > server.most_bytes) return too_long(q, strlen(text), "bytes");
+    if (text)
+        return tokenizer_encode(server.s.tokenizer, text, strlen(text), flags, ids, &q->error) ||
+               (q->param = key, false);
     if (!cJSON_IsArray(prompt)) return fail(&q->error, 400, "%s must be a text or an array of token ids", key);
     cJSON_ArrayForEach(each, prompt) {
         if (!json_whole(each, 0, vocab - 1, &id))
-            return fail(&q->error, 400, "%s: token ids are whole numbers from 0 to %d", key, vocab - 1);
+            return fail(&q->error, 400, "%s[%zu]: token ids are whole numbers from 0 to %d", key, ids->n, vocab - 1);
         ids_add(ids, (int)id);
     }
     return true;
 }
 
-bool make_completion(Request *q) {
-    const cJSON *prompt = json_get(q->json, "prompt"), *first = cJSON_IsArray(prompt) ? prompt->child : NULL;
-    const bool many = cJSON_IsString(first) || cJSON_IsArray(first);
-    const cJSON *each = many ? first : prompt;
+static bool make_completion(Request *q) {
+    const cJSON *many = first_of_many(q), *each = many ? many : json_get(q->json, "prompt");
     do {
         LocalIds ids = {0};
         if (!take_prompt(q, "prompt", each, WITH_TEMPLATE, &ids) || !add_choices(q, &ids)) return false;
     } while (many && (each = each->next));
     return true;
+}
+
+/* Of the request only the stop texts are needed from now on. */
+bool make_choices(Request *q) {
+    if (!(q->chat ? make_chat(q) : make_completion(q))) return false;
+    cJSON *stop = cJSON_DetachItemFromObjectCaseSensitive(q->json, "stop");
+    cJSON_Delete(q->json);
+    q->json = cJSON_CreateObject();
+    cJSON_AddItemToObject(q->json, "stop", stop); /* NULL adds nothing */
+    return true;
+}
+
+/* ---- /tokenize and /detokenize ---- */
+
+void to_tokens(Request *q) {
+    LOCAL(conversation_free) Conversation talk = {0};
+    LocalIds ids = {0};
+    size_t begin;
+    const int flags = flag(q, "add_special_tokens", false) ? WITH_TEMPLATE : 0;
+    if (q->error.code) return;
+    if (json_get(q->json, "messages") ? !render(q, &talk, &ids, &begin)
+                                      : !take_prompt(q, "prompt", json_get(q->json, "prompt"), flags, &ids))
+        return;
+    bytes_print(&q->out, "{\"count\":%zu,\"max_model_len\":%d,\"tokens\":[", ids.n, server.s.engine.context);
+    for (size_t i = 0; i < ids.n; i++) bytes_print(&q->out, i ? ",%d" : "%d", ids.data[i]);
+    bytes_text(&q->out, "]}");
+}
+
+void from_tokens(Request *q) {
+    LocalIds ids = {0};
+    LocalBytes text = {0};
+    Decoder d = {0};
+    const cJSON *tokens = json_get(q->json, "tokens");
+    if (!cJSON_IsArray(tokens)) fail(&q->error, 400, "tokens must be an array of token ids");
+    if (q->error.code || !take_prompt(q, "tokens", tokens, 0, &ids)) return;
+    for (size_t i = 0; i < ids.n; i++) tokenizer_decode(server.s.tokenizer, &d, ids.data[i], &text);
+    tokenizer_flush(&d, &text);
+    put_json(q, json_object("prompt", json_from_text(text.data, text.n), NULL));
 }

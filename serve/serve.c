@@ -2,55 +2,85 @@
 #include "serve.h"
 
 #include <libgen.h>
+#include <malloc.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
-Given given;
-Server server = {.lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER};
+enum { AHEAD = 8 /* answers that wait in the scheduler, where nobody overtakes them */ };
+enum { GRACE_SECONDS = 2 /* for replies after the last answer, and then for threads that are busy */ };
 
-/* Waits on a condition. Returns whether it was signalled in time. The caller holds the lock. */
+Given given;
+Server server = {.lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER, .room = PTHREAD_COND_INITIALIZER};
+
 bool wait_on(pthread_cond_t *cond, int ms) {
     const double until = seconds() + ms / 1e3;
     const struct timespec at = {(time_t)until, (long)(fmod(until, 1) * 1e9)};
     return !pthread_cond_clockwait(cond, &server.lock, CLOCK_MONOTONIC, &at);
 }
 
-/* ---- waiting for answers ---- */
+bool has_left(const Request *q) {
+    struct pollfd p = {.fd = q->fd, .events = POLLRDHUP};
+    return poll(&p, 1, 0) > 0;
+}
 
-/* Whether an answer may begin; if not, q->error says why. The caller holds the lock. */
+/* ---- the queue ---- */
+
 bool can_answer(Request *q) {
     if (!server.ready) return fail(&q->error, 503, "the model is being loaded");
     if (server.error.code) return fail(&q->error, 503, "the model failed: %s", server.error.text);
     return !(server.ends > 0) || fail(&q->error, 503, "the server ends");
 }
 
-/* Waits for events, or the end of a reply. A stream that waits long gets a comment. The caller holds the lock. */
+/* The last quarter of the queue is for clients that have no answer in it yet. */
+bool has_place(Request *q, int choices) {
+    const int most = given.streams + given.queue - (q->client->live ? given.queue / 4 : 0);
+    return server.live + choices <= most ||
+           fail(&q->error, 429, "%d answers are being written or wait, %d of them yours: try again", server.live,
+                q->client->live);
+}
+
+int retry_after(void) {
+    const double running = fmax((double)server.state.running, 1), waiting = fmax(server.live - running, 0);
+    const double wait = server.ends > 0 ? server.ends - seconds() : server.usual * waiting / running;
+    return (int)fmin(fmax(ceil(wait), 1), 60);
+}
+
+/* Waits for events, or the end of a reply. A stream that waits long gets a comment. */
 void wait_for_answers(Request *q) {
     while (q->written == q->out.n && q->left)
         if (!wait_on(&q->wake, BEAT_MS) && q->stream && q->left)
             bytes_text(&q->out, ": the answer is being computed\n\n");
 }
 
-/* Gives the choices to the model's thread, if the queue has room, and waits for a reply that is no stream. */
+/* Takes places in the queue, or gives them back. */
+static void take_places(Request *q, int n) { server.live += n, q->client->live += n; }
+
+/* Asks the queue, makes the choices, gives them to the model's thread, and waits for a reply that is no stream. */
 void complete(Request *q) {
-    const bool valid = take_request(q) && (q->chat ? make_chat(q) : make_completion(q));
+    const bool wanted = take_request(q);
+    lock();
+    const int places = wanted && can_answer(q) && has_place(q, q->answers) ? q->answers : 0;
+    take_places(q, places);
+    unlock();
+    const bool made = places && make_choices(q);
+    if (made) prepared(q);
     MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, 0); /* now the client waits for us */
     lock();
-    if (valid && can_answer(q) && server.live >= given.streams + given.queue)
-        fail(&q->error, 429, "%d answers are being written or wait: try again", server.live);
+    if (made) can_answer(q);
     q->queued = !q->error.code;
     q->left = q->queued ? q->choices : 0;
-    server.live += q->left;
+    take_places(q, q->left - places);
     pthread_cond_signal(&server.work);
     q->stream &= q->queued; /* an error is an ordinary reply */
     if (!q->stream) wait_for_answers(q);
     unlock();
-    MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, (unsigned)WRITE_SECONDS);
+    MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, (unsigned)STALL_SECONDS);
     if (!q->stream && !q->error.code) put_reply(q, q->choice, q->choice + q->choices, true);
 }
 
@@ -61,8 +91,9 @@ static void let_go(Choice *c) {
     Request *q = c->request;
     scheduler_remove(server.s.scheduler, &c->stream);
     if (!c->finish) c->finish = "error";
-    server.live--;
-    server.repairs += (size_t)c->reader.repairs;
+    count_answer(c);
+    q->client->running -= c->stream.owner != NULL;
+    take_places(q, -1);
     if (--q->left) return;
     if (q->stream && q->error.code) put_error(q);
     if (q->stream && !q->error.code && q->usage) put_reply(q, NULL, NULL, true);
@@ -96,37 +127,64 @@ void take_token(Stream *t, size_t position, int token, const float *logits, bool
     unlock();
 }
 
-/* Cuts off clients that are too slow. Adds new choices to the scheduler, or ends them if the request has an error, for
- * example because its client has left. The first answer to a prompt reads it, and the others join when the first has a
- * token. Returns whether a queued request still waits for its reply. The caller holds the lock. */
+/* May the scheduler have it? The first answer to a prompt reads it, and the others join when the first has a token. */
+static bool is_due(const Choice *c) {
+    const Choice *reads = c - (c - c->request->choice) % c->request->n;
+    return !c->finish && !c->stream.owner && (reads == c || reads->stream.published > reads->stream.prompt);
+}
+
+/* Is the turn with a's client before b's? The one with fewer answers in the scheduler, or which waited longer. */
+static bool comes_first(const Request *a, const Request *b) {
+    if (a->client->running != b->client->running) return a->client->running < b->client->running;
+    return a->client->turn != b->client->turn ? a->client->turn < b->client->turn : a->since < b->since;
+}
+
+/* The next choice for the scheduler, or NULL. */
+static Choice *next_choice(void) {
+    Choice *best = NULL;
+    Request *q;
+    TAILQ_FOREACH(q, &server.requests, next) {
+        if (!q->left || (best && !comes_first(q, best->request))) continue;
+        Choice *c = q->choice, *end = c + q->choices;
+        while (c < end && !is_due(c)) c++;
+        if (c < end) best = c;
+    }
+    return best;
+}
+
+/* Cuts off clients that are too slow. Ends choices if their request has an error, for example because its client has
+ * left. Adds new ones to the scheduler. Returns whether a queued request still waits for its reply. The caller holds
+ * the lock. */
 static bool update_requests(void) {
     bool busy = false;
     Request *q;
+    Choice *c;
     server.moved = seconds();
     TAILQ_FOREACH(q, &server.requests, next) {
-        struct pollfd p = {.fd = q->fd, .events = POLLRDHUP};
         if (server.moved > q->deadline) shutdown(q->fd, SHUT_RDWR);
         busy |= q->queued;
         if (!q->left) continue;
         if (server.error.code) fail(&q->error, 500, "%s", server.error.text);
-        if (poll(&p, 1, 0) > 0) fail(&q->error, CLIENT_LEFT, "the client has left");
-        for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
-            const Choice *reads = c - (c - q->choice) % q->n;
-            if (c->finish) continue;
-            if (q->error.code) {
-                let_go(c);
-            } else if (!c->stream.owner && (reads == c || reads->stream.published > reads->stream.prompt)) {
-                c->stream.owner = c; /* from now on the scheduler has or had it */
-                scheduler_add(server.s.scheduler, &c->stream);
-            }
+        if (has_left(q)) fail(&q->error, CLIENT_LEFT, "the client has left");
+        for (c = q->choice; c < q->choice + q->choices; c++) {
+            if (!c->begun && c->stream.pages.n) observe(&server.queued, server.moved - q->since), c->begun = true;
+            if (!c->finish && q->error.code) let_go(c);
         }
     }
     server.state = scheduler_state(server.s.scheduler);
+    size_t *waiting = &server.state.waiting, running = server.state.running;
+    while (*waiting < AHEAD && running + *waiting < (size_t)given.streams && (c = next_choice())) {
+        c->stream.owner = c; /* from now on the scheduler has or had it */
+        c->request->client->running++;
+        c->request->client->turn = ++server.turns;
+        scheduler_add(server.s.scheduler, &c->stream);
+        ++*waiting;
+    }
     return busy;
 }
 
 /* Runs steps until the server ends or the model fails with an error. Either way every request gets its reply, if
- * its client takes it within 2 s. */
+ * its client takes it in time. */
 static void run_model(Error *e) {
     e->code = 0;
     lock();
@@ -144,38 +202,80 @@ static void run_model(Error *e) {
             if (e->code) server.error = *e;
         }
     }
-    for (double since = seconds(); update_requests() && seconds() - since < 2;) wait_on(&server.work, CHECK_MS);
+    for (double since = seconds(); update_requests() && seconds() - since < GRACE_SECONDS;)
+        wait_on(&server.work, CHECK_MS);
     unlock();
 }
+
 /* ---- the command ---- */
 
-/* The first signal lets answers finish, or ends at once if the model still loads. The second one ends at once. */
+static void give_up(int number) { _exit(DONE); }
+
+/* The first signal lets answers finish, or ends at once if the model still loads. The second one ends at once. Threads
+ * that parse or tokenise cannot be stopped, so an alarm ends the process whatever they do. */
 static void take_signal(int number) {
     static const char text[] = "infer: answers are being finished; a second signal ends at once\n";
     if (server.ends > 0) _exit(INTERRUPTED);
     if (!server.ready) _exit(DONE);
-    server.ends = seconds() + DRAIN_SECONDS;
+    server.ends = seconds() + given.drain;
+    alarm((unsigned)(given.drain + 2 * GRACE_SECONDS));
     (void)!write(STDERR_FILENO, text, sizeof text - 1);
+}
+
+/* Sets what names the model and this program: a hash of its tensors' names, places and first bytes, and of the
+ * program's size and time. */
+static void name_model(void) {
+    const Tensors *tensors = &server.s.checkpoint.tensors;
+    struct stat program = {0}, model = {0};
+    uint64_t hash = HASH_OF_NONE;
+    server.name = access(server.s.name, F_OK) ? server.s.name : basename(server.s.name);
+    if (given.name && *given.name) server.name = given.name;
+    for (const Tensor *t = tensors->tensor; t < tensors->tensor + tensors->n; t++) {
+        hash = text_hash(hash, t->name, strlen(t->name));
+        hash = text_hash(hash, (const char *)&t->offset, sizeof t->offset);
+        if (t->data) hash = text_hash(hash, (const char *)t->data, t->size < 64 ? t->size : 64);
+    }
+    stat("/proc/self/exe", &program), stat(server.s.dir, &model);
+    hash = text_hash(hash, (const char *)&program.st_size, sizeof program.st_size);
+    hash = text_hash(hash, (const char *)&program.st_mtim, sizeof program.st_mtim);
+    snprintf(server.fingerprint, sizeof server.fingerprint, "fp_%016llx", (unsigned long long)hash);
+    server.created = model.st_mtim.tv_sec;
+}
+
+static void check_options(void) {
+    Error e;
+    for (int i = 0; i < given.cors.n; i++) {
+        const char *origin = given.cors.text[i];
+        int n = 0; /* the length of the origin that it begins with */
+        sscanf(origin, "%*[a-zA-Z0-9+.-]://%*[^/?#@,* \t]%n", &n);
+        if (!text_listed("* null", origin) && (!n || origin[n])) /* null: of pages in files */
+            fail(&e, USAGE, "--cors must be * or an origin such as http://localhost:3000, not '%.100s'", origin),
+                die(&e);
+    }
+    if (!text_listed("off errors all", given.log))
+        fail(&e, USAGE, "--log must be off, errors or all, not '%.100s'", given.log), die(&e);
+    for (const char *c = server.keys ? server.keys : ""; *c; c++)
+        if (*c <= ' ' || *c > '~' || (*c == ',' && (c == server.keys || !c[1] || c[1] == ',')))
+            fail(&e, USAGE, "INFER_API_KEY must be a key without blanks, or several with commas between them"), die(&e);
 }
 
 static int run_serve(const char *model) {
     Error e;
     TAILQ_INIT(&server.requests);
-    server.key = environment("INFER_API_KEY");
-    int n = 0; /* the length of the origin that --cors begins with */
-    if (given.cors) sscanf(given.cors, "%*[a-zA-Z0-9+.-]://%*[^/?#@,* \t]%n", &n);
-    if (given.cors && !text_listed("* null", given.cors) && (!n || given.cors[n])) /* null: of pages in files */
-        fail(&e, USAGE, "--cors must be * or an origin such as http://localhost:3000, not '%.100s'", given.cors),
-            die(&e);
+    server.keys = environment("INFER_API_KEY");
+    check_options();
     if (!session_open(&server.s, model, NEED_CHECKPOINT | NEED_TOKENIZER, &e)) die(&e);
-    server.name = access(server.s.name, F_OK) ? server.s.name : basename(server.s.name);
-    if (given.name && *given.name) server.name = given.name;
-    signal(SIGTERM, take_signal), signal(SIGINT, take_signal);
-    struct rlimit files; /* a connection takes one */
+    name_model();
+    signal(SIGTERM, take_signal), signal(SIGINT, take_signal), signal(SIGALRM, give_up);
+    mallopt(M_ARENA_MAX, 4), mallopt(M_MMAP_THRESHOLD, 1 << 20); /* what large requests took goes back to the system */
+    struct rlimit files;                                         /* a connection takes one */
     if (!getrlimit(RLIMIT_NOFILE, &files)) files.rlim_cur = files.rlim_max, setrlimit(RLIMIT_NOFILE, &files);
     struct MHD_Daemon *daemon = start_daemon();
     const Limits limits = {.max_seqs = given.streams, .max_tokens = given.chunk, .cache = given.cache};
-    if (session_load(&server.s, limits, given.context, &e)) run_model(&e);
+    if (session_load(&server.s, limits, given.context, &e)) {
+        server.most_bytes = tokenizer_room(server.s.tokenizer, (size_t)server.s.engine.context);
+        run_model(&e);
+    }
     if (e.code) { /* other threads may still write the error */
         fprintf(stderr, "infer: %s\n", e.text);
         _exit(e.code);
@@ -189,12 +289,16 @@ static const Option serve_options[] = {
      .help = "where to listen; any but localhost, 127.0.0.1 and ::1 needs a key (INFER_API_KEY)"},
     {0, "port", "N", WHOLE, &given.port, 0, 65535, "8080", "the port; 0: any free one"},
     {0, "insecure", NULL, SWITCH, &given.insecure, .help = "listen on any address without a key"},
-    {0, "cors", "ORIGIN", TEXT, &given.cors,
-     .help = "web pages of this origin, such as http://localhost:3000, may send requests; *: all pages"},
+    {0, "cors", "ORIGIN", TEXTS, &given.cors, .most = MOST_VALUES,
+     .help = "web pages of this origin, such as http://localhost:3000, may send requests; *: all pages; can be "
+             "repeated"},
     {0, "name", "NAME", TEXT, &given.name,
      .help = "what clients call the model (MODEL as given; of a path the last part)"},
+    {0, "log", "WHICH", TEXT, &given.log, .initial = "errors",
+     .help = "requests to log on stderr, a line each: off, errors or all"},
     {0, "streams", "N", WHOLE, &given.streams, 1, MOST_STREAMS, "256", "answers at once"},
     {0, "queue", "N", WHOLE, &given.queue, 0, 1 << 16, "64", "answers that may wait beyond those"},
+    {0, "drain", "SECONDS", WHOLE, &given.drain, 0, 3600, "30", "how long answers may take to finish after SIGTERM"},
     {0, "ctx", "N", WHOLE, &given.context, 1, 1 << 24,
      .help = "tokens of context (as many as the model and the memory allow)"},
     {0, "cache", "N", WHOLE, &given.cache, 0, 1e9, "0",

@@ -19,17 +19,25 @@
 #include <stdatomic.h>
 #include <sys/queue.h>
 
-enum { MOST_BODY = 16 << 20, MOST_HEADERS = 32 << 10, MOST_CHOICES = 128, MOST_STOPS = 64, MOST_TOP = 20 };
-enum { READ_SECONDS = 30, WRITE_SECONDS = 60, DRAIN_SECONDS = 30, STALL_SECONDS = 60 };
-enum { CHECK_MS = 100, BEAT_MS = 5000, PART = 16 << 10, STACK = 1 << 20, SPARE_CONNECTIONS = 256, BOUNDS = 12 };
+enum { MOST_BODY = 16 << 20, MOST_CHOICES = 128, MOST_STOPS = 64, MOST_STOP = 4096, MOST_TOP = 20 };
+enum { READ_SECONDS = 30, STALL_SECONDS = 60, CHECK_MS = 100, BEAT_MS = 5000, BOUNDS = 16 };
 enum { CLIENT_LEFT = 499, STATUSES = 600 }; /* as nginx counts it; only a client that ended its sending side sees it */
 
 typedef struct Request Request;
+
+typedef struct Client { /* an address, or a key at an address; under the lock */
+    LIST_ENTRY(Client) next;
+    uint64_t name;     /* a hash */
+    int users;         /* its connections, or requests */
+    int live, running; /* answers that have not ended; those of them that the scheduler has */
+    size_t turn;       /* Server.turns when it last got one of those */
+} Client;
 
 typedef struct { /* one of the answers to a request */
     Stream stream;
     Request *request;
     double last;   /* when the last token came, or else the request */
+    bool begun;    /* the scheduler has computed something of it */
     Reader reader; /* of a text only its decoder is used */
     int calls_n;   /* calls so far */
     Bytes text;    /* the content; `shown` bytes are free of stop texts, `sent` bytes are written */
@@ -44,28 +52,45 @@ typedef struct { /* one of the answers to a request */
 
 typedef struct {
     const char *method, *path, *type; /* type NULL: JSON */
-    bool open;                        /* served without a key, and while the model loads */
-    void (*run)(Request *q);          /* writes q->out, or notes an error */
+    enum {
+        OPEN = 1,  /* served without a key, and while the model loads */
+        SPARE = 2, /* served even to an address with too many connections */
+        ANSWERS = 4
+    } is;
+    void (*run)(Request *q); /* writes q->out, or notes an error */
 } Endpoint;
+enum { ENDPOINTS = 8 };
+extern const Endpoint endpoints[ENDPOINTS];
 
 struct Request { /* a connection and its request */
     TAILQ_ENTRY(Request) next;
     struct MHD_Connection *connection;
     int fd;
     pthread_cond_t wake;
+    Client *address;
+    char from[48];            /* the same as a text */
     _Atomic double deadline;  /* when the client must have sent its request; INFINITY once it has */
     bool queued;              /* under the lock: accepted, and the reply is not sent yet */
     int left;                 /* under the lock: choices that have not ended */
     const Endpoint *endpoint; /* this and all below are 0 between two requests */
-    const char *url;
+    Client *client;           /* whose share of the queue it takes */
+    const char *method, *url; /* url: as it was sent, without a query */
+    char trace[72];           /* its id in the log and the header X-Request-Id */
+    const char *key;          /* that it was sent with, or NULL */
+    double began;             /* when its headers had arrived */
+    unsigned status;          /* of the reply */
     Bytes body;
-    cJSON *json, *names; /* names: from a function's name as the model reads it to the client's; NULL: it has none */
-    const char *code;    /* of the error, or NULL */
-    double since;        /* when it had arrived */
+    size_t held, preparing; /* of Server.bodies; of Server.preparing */
+    cJSON *json, *names;    /* names: from a function's name as the model reads it to the client's; NULL: it has none */
+    const char *code,
+        *param;   /* of the error, or NULL; param: the field at fault if its message does not begin with it */
+    double since; /* when it had arrived */
     /* parameters */
     bool chat, stream, echo, usage, skip_special, ignore_eos, parallel; /* parallel: several calls in an answer */
     int n, tokens, top; /* answers to each prompt; tokens of an answer; logprobs for each token, or -1 */
+    int answers;        /* to all prompts */
     Sampling sampling;
+    uint64_t salt; /* see Stream */
     const char *stop[MOST_STOPS];
     Bias *bias; /* (sampling.biases) */
     int stops;
@@ -86,27 +111,38 @@ typedef struct {
 } Histogram;
 
 typedef struct { /* the command's options */
-    const char *host, *cors, *name;
-    int port, streams, queue, cache, chunk, context;
+    const char *host, *name, *log;
+    Texts cors;
+    int port, streams, queue, cache, chunk, context, drain;
     bool insecure;
 } Given;
 extern Given given;
 
 typedef struct {
     Session s;
-    const char *name, *key;         /* as clients call the model; what they must send, or NULL */
-    atomic_bool ready;              /* the model is loaded */
-    _Atomic double ends;            /* after a signal: when answers that are not finished are given up; else 0 */
-    atomic_size_t status[STATUSES]; /* replies of each */
+    const char *name, *keys; /* as clients call the model; what they must send one of, separated by commas, or NULL */
+    char fingerprint[24];    /* of the model's files and this program */
+    long long created;       /* when the model's files were, in seconds since 1970 */
+    size_t most_bytes;       /* of a text that fits the context */
+    atomic_bool ready;       /* the model is loaded */
+    _Atomic double ends;     /* after a signal: when answers that are not finished are given up; else 0 */
     pthread_mutex_t lock;
-    pthread_cond_t work; /* for the model's thread */
+    pthread_cond_t work, room; /* for the model's thread; for requests that wait in hold() */
     /* under the lock */
     TAILQ_HEAD(, Request) requests; /* of all connections */
-    int live;                       /* choices that have not ended */
-    Error error;                    /* why no more answers come */
-    double moved;                   /* when the model's thread was last between steps */
+    LIST_HEAD(, Client) clients;
+    int connections;
+    size_t bodies;    /* bytes reserved for large bodies */
+    size_t preparing; /* requests that are parsed and tokenised; a large one counts as all that may be */
+    int live;         /* choices that have not ended */
+    size_t turns;     /* choices that the scheduler got so far */
+    Error error;      /* why no more answers come */
+    double moved;     /* when the model's thread was last between steps */
     SchedulerState state;
-    Histogram to_first_token, per_token;
+    double usual; /* seconds from a request to the end of an answer, lately */
+    Histogram to_first_token, per_token, to_end, queued;
+    size_t count[ENDPOINTS + 1][STATUSES]; /* replies of each; the last endpoint: none that there is */
+    size_t finished[5];                    /* answers by finish_reason, see metrics.c */
     size_t prompt, reused, generated, repairs, nans;
 } Server;
 extern Server server;
@@ -114,15 +150,13 @@ extern Server server;
 static inline void lock(void) { pthread_mutex_lock(&server.lock); }
 static inline void unlock(void) { pthread_mutex_unlock(&server.lock); }
 
-/* request.c. Both return false if the request has an error. */
+/* request.c. They return false if the request has an error. */
 bool is_model(Request *q, const char *name); /* is this the model here? */
-bool check_model(Request *q);                /* the request's, if it names one */
-bool take_request(Request *q);               /* takes everything but the prompt */
-bool make_chat(Request *q);                  /* makes the choices of a chat, */
-bool make_completion(Request *q);            /* of texts */
-bool flag(Request *q, const cJSON *object, const char *key, bool normal);
-/* Takes a prompt, a value of the request's `key`: a text, or an array of token ids. */
-bool take_prompt(Request *q, const char *key, const cJSON *prompt, int flags, Ids *ids);
+bool check_fields(Request *q); /* its model, if it names one, and that each field is one of its endpoint's */
+bool take_request(Request *q); /* takes everything but the prompt, and counts its choices */
+bool make_choices(Request *q);
+void to_tokens(Request *q);
+void from_tokens(Request *q);
 
 /* answer.c */
 void append(cJSON *json, const char *key, cJSON *value); /* to an array of the object, which is made if it is missing */
@@ -132,18 +166,25 @@ void put_reply(Request *q, Choice *from, const Choice *to, bool usage); /* or an
 void read_token(Choice *c, size_t position, int token, const float *logits, bool last);
 
 /* serve.c. The caller holds the lock, but for complete() and take_token(). */
-bool can_answer(Request *q);       /* may an answer begin? */
-void wait_for_answers(Request *q); /* for events, or a whole reply */
-void complete(Request *q);         /* answers */
-void take_token(Stream *t, size_t position, int token, const float *logits, bool last);
 bool wait_on(pthread_cond_t *cond, int ms); /* was it signalled in time? */
+bool has_left(const Request *q);            /* has the client? */
+bool can_answer(Request *q);                /* may an answer begin? */
+bool has_place(Request *q, int choices);    /* is there room in the queue? */
+int retry_after(void);                      /* seconds until the answers that wait now have probably begun */
+void wait_for_answers(Request *q);          /* for events, or a whole reply */
+void complete(Request *q);                  /* answers */
+void take_token(Stream *t, size_t position, int token, const float *logits, bool last);
 
 /* http.c */
-void end_request(Request *q);          /* frees all that it has */
-struct MHD_Daemon *start_daemon(void); /* listens where --host and --port say, or ends the process */
+bool prepare(Request *q, size_t bytes); /* waits until a request of this size may be parsed and tokenised */
+void prepared(Request *q);              /* it is; gives room to others */
+void end_request(Request *q);           /* frees all that it has */
+struct MHD_Daemon *start_daemon(void);  /* listens where --host and --port say, or ends the process */
 
-/* metrics.c */
+/* metrics.c; the caller holds the lock, but for metrics() */
 void observe(Histogram *h, double value);
+void count_answer(const Choice *c);
+void log_request(const Request *q);
 void metrics(Request *q);
 
 #endif

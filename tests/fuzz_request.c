@@ -4,6 +4,7 @@
 #include "parrot.h"
 
 #include <assert.h>
+#include <stdlib.h>
 
 static float *logits;
 
@@ -16,6 +17,8 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     server.s.engine.context = 512;
     server.s.scheduler = scheduler_open(&server.s.engine);
     server.name = "parrot";
+    server.most_bytes = SIZE_MAX;
+    server.ready = true;
     TAILQ_INIT(&server.requests);
     logits = allocate_zero((size_t)server.s.checkpoint.model.vocab, sizeof *logits);
     return 0;
@@ -60,11 +63,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     Error e;
     if (!n) return 0;
     Request *q = allocate_zero(1, sizeof *q);
-    q->chat = *data & 1;
+    static Client client;
+    q->endpoint = *data & 1 ? endpoints : endpoints + 1;
+    q->client = &client;
+    client = (Client){.users = 2}; /* the request is not the last */
     pthread_cond_init(&q->wake, NULL);
     q->json = json_parse((const char *)data + 1, n - 1, "the body", &e);
     if (cJSON_IsObject(q->json)) {
-        bool ok = take_request(q) && (q->chat ? make_chat(q) : make_completion(q));
+        bool ok = check_fields(q) && take_request(q) && make_choices(q);
         assert(ok ? !q->error.code : q->error.code && q->error.code <= 404 && *q->error.text);
         if (ok) answer_with(q, data, n);
     }

@@ -52,7 +52,7 @@ WAITS = ("hub.faults", "serve.a_client_that_does_not_read_is_cut_off", "hub.kill
 COSTS = {"chat.ids_of_published_tokenizers": 80, "perplexity.equals_transformers": 45, "prompt.harmony_rendered": 40,
          "sanitized unit: texts pause in turn while steps of fewer are faster": 45,
          "sanitized unit: scheduled among others, with few pages = alone": 30,
-         "serve.alone_equals_under_load": 60, "tiny.questions_that_were_held_out": 35, "play.json": 15,
+         "serve.alone_equals_under_load": 60, "http.large_bodies": 25, "http.clients_share_the_queue": 12, "tiny.questions_that_were_held_out": 35, "play.json": 15,
          "serve.logprobs_end_where_a_stop_text_begins": 35, "play.stop_texts": 15,
          "chat.prompts_are_the_templates": 30, "emulated gpu: every encoding of safetensors": 36,
          "unit: scheduled among others, with few pages = alone": 27,

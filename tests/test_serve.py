@@ -80,8 +80,8 @@ class Server:
     def post(self, path, body, **how):
         return self.ask("POST", path, body, **how)
 
-    def refuses(self, path, body, *words, code=400, **how):
-        error = self.ask("POST", path, body, code=code, **how)["error"]
+    def refuses(self, path, body, *words, code=400, method="POST", **how):
+        error = self.ask(method, path, body, code=code, **how)["error"]
         missing = [word for word in words if word not in error["message"]]
         expect(not missing, f"the message lacks {missing}: {error}")
         return error
@@ -517,11 +517,10 @@ def test_bad_bodies():
         for path, key in ((TEXT, "prompt"), ("/tokenize", "prompt"), ("/detokenize", "tokens")):
             s.refuses(path, {}, f"{key} must be")
         error = s.refuses(TEXT, {"prompt": [1] * 512}, "512", "context")
-        same((error["code"], error["param"]), ("context_length_exceeded", None))
+        same((error["code"], error["param"]), ("context_length_exceeded", "prompt"))
         s.post(TEXT, {"prompt": [1], "max_tokens": 1, "stop": ["x"] * 64})
         same(s.post(TEXT, {"prompt": [1] * 511, "max_tokens": 5})["choices"][0]["finish_reason"], "length")
         s.refuses("/v1/nothing", {}, code=404)
-        expect(f"GET {CHAT}" in s.ask("GET", CHAT, code=404)["error"]["message"], "what is missing")
         error = s.refuses(CHAT, {"messages": HELLO, "model": "other"}, "other", code=404)
         same((error["code"], error["param"]), ("model_not_found", "model"))
         for fields, first in (({"n": 20, "best_of": 20}, "n must be"), ({"temperature": "hot", "stop": 5}, "temperature"),
@@ -541,7 +540,7 @@ def test_what_a_format_lacks_is_named(folder):
 
 
 def test_fields_that_are_not_supported():
-    """Refused by name, unless the value changes nothing. Fields that nobody knows are ignored."""
+    """Refused by name, unless the value changes nothing."""
     schema, text, name = {"type": "json_object"}, {"type": "text"}, {"name": "f"}
     both = {"best_of": ([1], [2, "x"]), "truncate_prompt_tokens": ([], [5]), "include_reasoning": ([True], [False]),
             "repeat_penalty": ([1], [1.1]), "typical_p": ([1], [0.5]), "return_token_ids": ([False], [True]),
@@ -553,16 +552,25 @@ def test_fields_that_are_not_supported():
             "guided_json": ([], [{}]), "grammar": ([], ["x"]),
             "add_generation_prompt": ([True], [False]), "continue_final_message": ([False], [True]),
             "use_beam_search": ([False], [True]), "n": ([1], []), "stream_options": ([], []), "logit_bias": ([{}, []], []),
-            "stop": ([[], ""], []), "unheard_of": ([5], [])}
+            "stop": ([[], ""], []), "unheard_of": ([], [5, False, {}]),
+            "max_new_tokens": ([], [5]), "n_predict": ([], [5]), "num_predict": ([], [-1]), "stop_sequences": ([], [["x"]]),
+            "do_sample": ([], [True]), "mirostat": ([0], [2]), "dry_multiplier": ([0], [0.8]), "allowed_token_ids": ([], [[1]]),
+            "structured_outputs": ([], [{}]), "regex": ([], ["x"]), "system": ([], ["x"]), "input": ([], ["x"]),
+            "thinking": ([], [{"type": "enabled"}]), "reasoning": ([], [{"effort": "low"}]), "verbosity": (["medium"], ["low"]),
+            "cache_prompt": ([True], [False]), "request_id": ([], ["x"]), "extra_body": ([], [{}]), "options": ([], [{}]),
+            "num_ctx": ([], [5]), "service_tier": (["auto", "default"], ["flex"]), "store": ([False], [True]),
+            "user": (["me"], []), "safety_identifier": (["me"], []), "metadata": ([{"a": "b"}], []),
+            "prompt_cache_key": (["k"], []), "cache_salt": (["s"], ["", 5]), "web_search_options": ([], [{}]),
+            "spaces_between_special_tokens": ([True], [False]), "detokenize": ([True], [False])}
     text_only = {**both, "response_format": ([text], [schema, {**text, "x": 1}]), "tools": ([[]], [[{}]]),
                  "echo": ([False], []), "top_logprobs": ([0], [2]), "add_special_tokens": ([True], [False]),
-                 "skip_special_tokens": ([False, True], ["yes"])}
+                 "skip_special_tokens": ([False, True], ["yes"]), "messages": ([], [HELLO]), "reasoning_effort": ([], ["low"])}
     chat_only = {**both, "enable_thinking": ([True], [False, "no"]), "response_format": ([text], [schema]), "tools": ([[]], []), "echo": ([False], [True]),
                  "chat_template_kwargs": ([{}, {"enable_thinking": None, "x": None}, {"thinking": True, "enable_thinking": True}],
                                           [{"x": 1}, {"thinking": True, "enable_thinking": False}, {"enable_thinking": True, "x": 1}, 5, [], {"thinking": 5},
                                                  {"reasoning_effort": 5}]),
                  "logprobs": ([False], []), "top_logprobs": ([0], [2]), "add_special_tokens": ([False], [True]),
-                 "skip_special_tokens": ([True], [False])}
+                 "skip_special_tokens": ([True], [False]), "prompt": ([], ["x"])}
     with Server(PARROT) as s:
         for path, fine, fields in ((TEXT, {"prompt": [1]}, text_only), (CHAT, {"messages": HELLO}, chat_only)):
             for key, (neutral, others) in fields.items():
@@ -720,18 +728,17 @@ def test_models():
     with Server(PARROT, "--name", "org/name é") as s:
         listed = s.ask("GET", "/v1/models")
         same([m["id"] for m in listed["data"]], ["org/name é"])
-        for path in ("org/name%20%C3%A9", "org%2Fname%20%C3%A9"):
+        for path in ("org/name%20%C3%A9", "org%2Fname%20%C3%A9", "org/name%20%C3%A9/"):
             same(s.ask("GET", "/v1/models/" + path), listed["data"][0], path)
-        for path in ("other", "org/", "", "%00", "org/name%20%C3%A9/"):
+        for path in ("", "/", "//"):
+            same(s.ask("GET", "/v1/models" + path), listed, path)
+        for path in ("other", "org", "org/", "org/name", "org/name%20%C3", "org%252Fname%20%C3%A9"):
             error = s.ask("GET", "/v1/models/" + path, code=404)["error"]
             same((error["code"], error["type"]), ("model_not_found", "invalid_request_error"), path)
+        for path in ("%00", "org/name%20%C3%A9%00", "org%00/name"):
+            s.refuses("/v1/models/" + path, None, "NUL", method="GET")
+        until(lambda: time.time() > listed["data"][0]["created"] > 1e9, "created")
         s.refuses("/v1/modelsother", {}, "there is no POST /v1/modelsother", code=404)
-
-
-def test_wrong_methods():
-    with Server(PARROT) as s:
-        for method, path in ("GET", CHAT), ("PUT", "/v1/models/parrot"), ("DELETE", "/"):
-            same(s.ask(method, path, code=404)["error"]["message"], f"there is no {method} {path} here")
 
 
 def test_control_tokens_in_texts_are_text():
@@ -777,30 +784,46 @@ def test_keys():
         same(s.ask("GET", "/health"), {"status": "ok"})
         expect("<" in s.ask("GET", "/"), "no page")
     expect("right-key" not in "".join(s.lines), "the key was logged")
+    for keys in (",", "a,", ",a", "a,,b", "a b", "\u00e9"):
+        refused("serve", PARROT, code=2, words=["INFER_API_KEY"], env={"INFER_API_KEY": keys})
+    with Server(PARROT, INFER_API_KEY="first,second") as s:
+        for key, code in ("first", 200), ("second", 200), ("first,second", 401), ("firs", 401), (",", 401), ("", 401):
+            s.ask("GET", "/v1/models", code=code, headers={"Authorization": f"Bearer {key}"})
     for options, env in ((["--host", "0.0.0.0", "--insecure"], {}), ([], {"INFER_API_KEY": "right-key"})):
         with Server(PARROT, *options, **env) as s:  # behind a proxy, too, which may keep the Host that it is called by
             s.ask("GET", "/v1/models", headers={"Host": "any.example", "Authorization": "Bearer right-key"})
 
 
 def test_cors():
-    for origin in ("nonsense", "", "a.example", "http://", "http:///", "http://a.example/", "http://a.example/x",
+    for origin in ("nonsense", "a.example", "http://", "http:///", "http://a.example/", "http://a.example/x",
                    "://a.example", "http://a.example, http://b.example", "**", "http://*.example"):
         refused("serve", PARROT, "--cors", origin, code=2, words=["--cors must be * or an origin such as http://"])
+    refused("serve", PARROT, "--cors", "", code=2, words=["--cors"])
     wanted = "authorization,content-type,x-stainless-lang"  # as of openai's package for JavaScript
-    for options, allowed in (([], None), (["--cors", "http://a.example"], "http://a.example"), (["--cors", "*"], "*"),
-                             (["--cors", "http://[::1]:3000"], "http://[::1]:3000"), (["--cors", "null"], "null")):
-        page = "http://a.example" if allowed in (None, "*") else allowed
-        with Server(PARROT, *options) as s:
-            def ask(method, **more):
+    page, app, key = "http://a.example", "app://notes.example", {"INFER_API_KEY": "one,two"}
+
+    def check(name, options, env, origin, allowed, status):
+        """What a browser gets that asks whether a page may send a request, and the page that sends it anyway."""
+        with Server(PARROT, *(x for o in options for x in ("--cors", o)), **env) as s:
+            def ask(method, path, **more):
                 c = http.client.HTTPConnection("127.0.0.1", s.port, timeout=patience(60))
-                c.request(method, CHAT, headers={"Origin": page, **more})
+                c.request(method, path, headers={"Origin": origin, **more})
                 r = c.getresponse()
                 c.close()
                 return r.status, *(r.headers["Access-Control-Allow-" + name] for name in ("Origin", "Headers"))
-            asked = ask("OPTIONS", **{"Access-Control-Request-Method": "POST",
-                                      "Access-Control-Request-Headers": wanted})
+            asked = ask("OPTIONS", CHAT, **{"Access-Control-Request-Method": "POST",
+                                            "Access-Control-Request-Headers": wanted})
             same(asked, (200, allowed, wanted) if allowed else (403, None, None))
-            same(ask("GET"), (404 if allowed else 403, allowed, None))
+            more = {"Authorization": "Bearer two"} if env else {}
+            same(ask("GET", "/v1/models", **more), (status, allowed, None))
+            if env:
+                same(ask("GET", "/v1/models")[0], 401 if allowed else 403, "without a key")
+    each([("none", [], {}, page, None, 403), ("one", [page], {}, page, page, 200), ("all", ["*"], {}, page, "*", 200),
+          ("v6", ["http://[::1]:3000"], {}, "http://[::1]:3000", "http://[::1]:3000", 200),
+          ("files", ["null"], {}, "null", "null", 200), ("another", ["http://b.example"], {}, page, None, 403),
+          ("the second", ["http://b.example", page], {}, page, page, 200), ("an app", [], {}, app, None, 403),
+          ("an app with a key", [], key, app, app, 200), ("a page with a key", [], key, page, None, 200),
+          ("a file with a key", [], key, "null", None, 200)], check)
 
 
 def test_a_full_queue_says_so():
