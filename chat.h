@@ -17,7 +17,8 @@ typedef struct {
     bool tools, schemas;   /* a prompt can have tools; a response_format */
     bool thinks, quiet;    /* a prompt ends inside a thought; the effort may be none, and then it does not */
     const void *own;       /* what else the format needs; nobody frees it */
-    const void *answers;   /* and what its reader does */
+    const void *thoughts;  /* how an answer has them, or NULL; */
+    const void *calls;     /* the same */
 } Chat;
 
 /* The first of formats[] that fits. Tokenizer and template have to stay. BAD_MODEL: none fits. */
@@ -85,9 +86,8 @@ typedef struct {
     bool started, in_content; /* its header began with <|start|>; behind <|message|>, or in a call */
     cJSON *tools;             /* whose functions may be called; NULL: any */
     Bytes pending;            /* text before <|message|>; in other formats white space or calls */
-    size_t scanned;           /* of a list of calls: bytes of `pending` that were looked at, ... */
-    int depth;                /* ... open braces in them, ... */
-    bool quoted;              /* ... and whether they end in a string */
+    size_t scanned;           /* bytes of `pending` that were looked at */
+    size_t begun;             /* where a section of calls begins in it */
     Decoder decoder;
     Message *message; /* complete messages; take them with reader_take */
     int messages, repairs;

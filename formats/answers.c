@@ -1,16 +1,77 @@
-/* answers.c: reads what models of other formats than harmony write, right or wrong: thoughts, text, calls. See
- * answers.h. */
+/* answers.c: reads what models of other formats than harmony write, right or wrong: thoughts, text, calls. A row says
+ * which texts open and close calls, and by patterns how one is written; one scanner reads arguments as JSON, Python and
+ * Gemma write them. A mark that the tokenizer has as a token counts only as that token; spelled out it is text. */
 #include "answers.h"
 
+#include <ctype.h>
 #include <stdlib.h>
 #include <string.h>
 #include <utf8proc.h>
 
-enum { MOST_INDENT = 100 };
-static const char between_calls[] = "[], \t\r\n"; /* in a list of them */
+enum {
+    MOST_INDENT = 100,
+    MOST_DEPTH = 200,
+    MOST_BEGIN = 1000 /* of a call without marks, up to its arguments */,
+    PATTERNS = 4,
+    QUOTES = 4
+};
 
-const char *const answer_marks[CONTROLS] = {"<think>",      "</think>",       "<tool_call>",
-                                            "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"};
+/* ---- the table ---- */
+
+/* In a pattern white space stands for any or none. %n: the function's name. %a: its arguments, {...} or (...). %o: an
+ * object with both. %p: any number of `pair`, in which %k is the argument's name and %v its value, a text of its type,
+ * without line breaks around it where the pattern has them. %i: any text. Each text ends where the pattern goes on. */
+typedef struct {
+    const char *name;
+    const char *open, *close;   /* around calls. No open: one begins an answer. No close: they end with the answer */
+    const char *first;          /* stands in front of the first call; only for forcing one */
+    const char *between;        /* characters that may stand between calls, besides white space */
+    const char *call[PATTERNS]; /* a call; the first pattern forces one */
+    const char *pair;
+} Calls;
+
+/* clang-format off */
+#define NAMED "{\"name\": \"%n\", \"arguments\": %a}"
+#define PARAMETERS "\"name\": \"%n\", \"parameters\": %a}"
+static const Calls rows[] = {
+    {"Hermes", "<tool_call>", "</tool_call>", "\n", "", {NAMED, "%o"}, NULL},
+    {"Qwen3-Coder", "<tool_call>", "</tool_call>", "\n", "", {"<function=%n>\n%p</function>"},
+     "<parameter=%k>\n%v\n</parameter>\n"},
+    {"GLM", "<tool_call>", "</tool_call>", "", "", {"%n\n%p"}, "<arg_key>%k</arg_key>\n<arg_value>%v</arg_value>\n"},
+    {"Seed", "<seed:tool_call>", "</seed:tool_call>", "\n", "", {"<function=%n>\n%p</function>"},
+     "<parameter=%k>%v</parameter>\n"},
+    {"MiniMax", "<minimax:tool_call>", "</minimax:tool_call>", "\n", "", {"<invoke name=\"%n\">\n%p</invoke>"},
+     "<parameter name=\"%k\">%v</parameter>\n"},
+    {"DeepSeek V3.2", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "\n", "",
+     {"<｜DSML｜invoke name=\"%n\">\n%p</｜DSML｜invoke>"},
+     "<｜DSML｜parameter name=\"%k\" string=\"%i\">%v</｜DSML｜parameter>\n"},
+    {"DeepSeek V3.1", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "", "",
+     {"<｜tool▁call▁begin｜>%n<｜tool▁sep｜>%a<｜tool▁call▁end｜>"}, NULL},
+    {"DeepSeek", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "", "",
+     {"<｜tool▁call▁begin｜>function<｜tool▁sep｜>%n\n```json\n%a\n```<｜tool▁call▁end｜>"}, NULL},
+    {"Kimi", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "", "",
+     {"<|tool_call_begin|>functions.%n:0<|tool_call_argument_begin|>%a<|tool_call_end|>",
+      "<|tool_call_begin|>functions.%n:%i<|tool_call_argument_begin|>%a<|tool_call_end|>"}, NULL},
+    {"Gemma 4", "<|tool_call>", "<tool_call|>", "", "", {"call:%n%a"}, NULL},
+    {"FunctionGemma", "<start_function_call>", "<end_function_call>", "", "", {"call:%n%a"}, NULL},
+    {"LFM2", "<|tool_call_start|>", "<|tool_call_end|>", "[", "[],", {"%n%a"}, NULL},
+    {"Olmo 3", "<function_calls>", "</function_calls>", "\n", "", {"%n%a"}, NULL},
+    {"Phi-4-mini", "<|tool_call|>", "<|/tool_call|>", "[", "[],", {NAMED, "%o"}, NULL},
+    {"Granite", "<|tool_call|>", NULL, "[", "[],", {NAMED, "%o"}, NULL},
+    {"Mistral", "[TOOL_CALLS]", NULL, "[", "[],", {NAMED, "%o"}, NULL},
+    {"Mistral, named", "[TOOL_CALLS]", NULL, "", "", {"%n[ARGS]%a", "%n[CALL_ID]%i[ARGS]%a", "%n%a"}, NULL},
+    {"Llama 3", NULL, NULL, "", ";,", {"{" PARAMETERS, "{\"type\": \"function\", " PARAMETERS, NAMED,
+     "{\"type\": \"function\", \"function\": " NAMED "}"}, NULL},
+    {"pythonic", NULL, NULL, "", ",]", {"[%n%a", "%n%a"}, NULL},
+};
+static const char *const thoughts[][2] = {{"<think>", "</think>"}, {"[THINK]", "[/THINK]"},
+                                          {"<seed:think>", "</seed:think>"}, {"<|channel>thought", "<channel|>"}};
+/* clang-format on */
+
+/* Texts that Gemma puts around texts, and tokens that no answer has: with one the model goes on in somebody's name. */
+static const char *const quotes[QUOTES] = {"<|\"|>", "<escape>", "\"", "'"};
+static const char others[] = "<tool_response> <｜tool▁outputs▁begin｜> <｜tool▁output▁begin｜> <｜User｜> <|user|>";
+static const char python_tag[] = "<|python_tag|>"; /* Llama writes that in front of a call, or nothing */
 
 /* White space as Python's str.strip() defines it. */
 static bool is_space(uint32_t c) {
@@ -55,117 +116,408 @@ bool cut_at(Bytes *text, const char *mark, Bytes *before) {
     return true;
 }
 
-/* Moves pending text to the message being read. White space at the beginning of a message is dropped; at the end of the
- * text it stays pending until more follows. The first `white` bytes are known to be white space. */
-static void say(Reader *r, size_t white) {
-    Bytes *content = &r->now.content;
-    Bytes text = text_trim((Bytes){.data = r->pending.data + white, .n = r->pending.n - white});
-    char *begin = content->n ? r->pending.data : text.data, *end = text.data + text.n;
-    if (content->n && !text.n) return;
-    bytes_add(content, begin, (size_t)(end - begin));
-    r->pending.n -= (size_t)(end - r->pending.data);
-    memmove(r->pending.data, end, r->pending.n + 1);
+/* ---- calls ---- */
+
+typedef struct {
+    const Reader *r;
+    const Calls *row;
+    const char *s, *end;
+    bool cut;                   /* the text ended before the pattern did: more may come */
+    const cJSON *function;      /* the declaration of the function that was named, if it is known */
+    Bytes name, key, arguments; /* arguments: JSON, not checked yet */
+} Scan;
+
+/* The next byte behind white space, or 0 at the end. */
+static char peek(Scan *p) {
+    while (p->s < p->end && strchr(" \t\r\n", *p->s)) p->s++;
+    p->cut |= p->s == p->end;
+    return p->s < p->end ? *p->s : 0;
+}
+
+static bool take(Scan *p, const char *text) {
+    if (peek(p) != *text) return false;
+    const size_t rest = (size_t)(p->end - p->s), n = strlen(text);
+    const bool fits = !memcmp(p->s, text, rest < n ? rest : n);
+    p->cut |= fits && rest < n;
+    p->s += fits && rest >= n ? n : 0;
+    return fits && rest >= n;
+}
+
+/* Writes a text in quotes as JSON. A backslash escapes in quotes of one character. */
+static bool put_quoted(Scan *p, Bytes *out) {
+    int i = 0;
+    while (i < QUOTES && !take(p, quotes[i])) i++;
+    if (i == QUOTES) return false;
+    const bool escapes = !quotes[i][1];
+    const char *s = p->s;
+    for (; s < p->end && !begins(s, quotes[i]); s++) s += escapes && *s == '\\' && s + 1 < p->end;
+    if (s >= p->end) return p->cut = true, false;
+    bytes_text(out, "\"");
+    for (; p->s < s; p->s++) {
+        const bool escaped = escapes && *p->s == '\\' && ++p->s;
+        if (escaped ? *p->s != '\'' : strchr("\"\\", *p->s) != NULL) bytes_text(out, "\\");
+        bytes_print(out, (unsigned char)*p->s < ' ' ? "\\u%04x" : "%c", *p->s);
+    }
+    bytes_text(out, "\"");
+    return p->s += strlen(quotes[i]), true;
+}
+
+/* Writes a word as JSON: a number, true, false or null, also as Python spells them; if it is a key, as a text. */
+static bool put_word(Scan *p, bool key, Bytes *out) {
+    static const char *const words[][2] = {{"True", "true"}, {"False", "false"}, {"None", "null"}};
+    const char *begin = p->s;
+    while (p->s < p->end && (*p->s & 0x80 || isalnum((unsigned char)*p->s) || strchr("_-+.", *p->s))) p->s++;
+    LocalText word = copy_text(begin, p->s - begin);
+    p->cut |= p->s == p->end;
+    if (key && *word) bytes_print(out, "\"%s\"", word);
+    for (int i = 0; i < 3; i++)
+        if (!key && same(word, words[i][0])) return bytes_text(out, words[i][1]), true;
+    if (!key) bytes_text(out, word);
+    return *word;
+}
+
+/* Writes a value as JSON: what JSON, Python or Gemma write, or keyword arguments in brackets. */
+static bool put_value(Scan *p, int depth, Bytes *out) {
+    const char open = peek(p), close = open == '{' ? '}' : open == '[' ? ']' : ')', *colon = open == '(' ? "=" : ":";
+    if (strchr("\"'<", open)) return open && put_quoted(p, out);
+    if (!strchr("{[(", open) || depth > MOST_DEPTH || (open == '(' && depth)) return put_word(p, false, out);
+    bytes_text(out, open == '[' ? "[" : "{");
+    p->s++;
+    for (bool first = true; peek(p) != close; first = false) {
+        if (!first && !take(p, ",")) return false;
+        if (!first && peek(p) == close) break; /* a comma behind the last one */
+        bytes_text(out, first ? "" : ", ");
+        if (open != '[') {
+            if (strchr("\"'<", peek(p)) ? !put_quoted(p, out) : !put_word(p, true, out)) return false;
+            if (!take(p, colon)) return false;
+            bytes_text(out, ": ");
+        }
+        if (!put_value(p, depth + 1, out)) return false;
+    }
+    p->s++;
+    bytes_text(out, open == '[' ? "]" : "}");
+    return true;
+}
+
+/* A value that stands for itself, as XML has them: a text if the function declares that, or if it is nothing else. */
+static void put_plain(const Scan *p, const char *key, Bytes text, Bytes *out) {
+    Error e;
+    Scan value = {.s = text.data, .end = text.data + text.n};
+    LocalBytes json = {0};
+    const cJSON *properties = json_get(json_get(p->function, "parameters"), "properties");
+    const bool is_text = json_is(json_get(properties, key), "type", "string");
+    const bool read = !is_text && put_value(&value, 1, &json) && !peek(&value);
+    LocalJson valid = read ? json_parse(json.data, json.n, "argument", &e) : NULL;
+    valid ? bytes_add(out, json.data, json.n) : json_append(out, json_from_text(text.data, text.n));
+}
+
+/* The text up to where the pattern goes on, which is at `rest`. */
+static bool take_until(Scan *p, const char *rest, Bytes *text) {
+    rest += strspn(rest, " \n");
+    LocalText end = copy_text(rest, strcspn(rest, "% \n"));
+    const size_t left = (size_t)(p->end - p->s);
+    const char *at = *end ? memmem(p->s, left, end, strlen(end)) : p->end;
+    if (!at) return p->cut = true, false;
+    *text = (Bytes){.data = (char *)(uintptr_t)p->s, .n = (size_t)(at - p->s)};
+    return p->s = at, true;
+}
+
+static bool take_name(Scan *p, char next) {
+    const char *begin = p->s;
+    while (p->s < p->end && !strchr(" \t\r\n\"'<([{", *p->s) && *p->s != next) p->s++;
+    if (p->s == p->end) return p->cut = true, false;
+    p->name.n = 0;
+    bytes_add(&p->name, begin, (size_t)(p->s - begin));
+    return p->name.n && chat_word(p->name.data) && reader_declares(p->r, p->name.data, &p->function);
+}
+
+/* An object that has a name and arguments, or a text that is JSON with them. */
+static bool take_object(Scan *p) {
+    static const char *const names[] = {"name", "tool_name"}, *const keys[] = {"arguments", "parameters"};
+    Error e;
+    LocalBytes text = {0};
+    if (peek(p) != '{' || !put_value(p, 1, &text)) return false;
+    LocalJson json = json_parse(text.data, text.n, "call", &e);
+    const char *name = json_string(json, names[!json_get(json, "name")]);
+    const cJSON *arguments = json_get(json, keys[!json_get(json, "arguments")]);
+    if (!name || !chat_word(name) || !reader_declares(p->r, name, NULL)) return false;
+    p->name.n = 0;
+    bytes_text(&p->name, name);
+    if (cJSON_IsString(arguments)) bytes_text(&p->arguments, arguments->valuestring);
+    if (!cJSON_IsString(arguments) && arguments) json_written(&p->arguments, arguments);
+    if (!arguments) bytes_text(&p->arguments, "{}");
+    return true;
+}
+
+static bool match(Scan *p, const char *pattern);
+
+static bool take_pairs(Scan *p) {
+    const char *begin;
+    bytes_text(&p->arguments, "{");
+    do begin = p->s;
+    while (match(p, p->row->pair));
+    p->s = begin;
+    return bytes_text(&p->arguments, "}"), true;
+}
+
+/* Takes what stands in a pattern as % and `kind`. lines: line breaks may stand before and behind a value. */
+static bool take_part(Scan *p, char kind, const char *rest, bool lines) {
+    Bytes text;
+    if (kind != 'v') peek(p);
+    if (kind == 'n') return take_name(p, rest[strspn(rest, " \n")]);
+    if (kind == 'a') return p->s < p->end && strchr("{(", *p->s) && put_value(p, 0, &p->arguments);
+    if (kind == 'o') return take_object(p);
+    if (kind == 'p') return take_pairs(p);
+    if (!take_until(p, rest, &text)) return false;
+    for (; lines && text.n && *text.data == '\n'; lines = false) text.data++, text.n--;
+    if (*rest == '\n' && text.n && text.data[text.n - 1] == '\n') text.n--;
+    if (kind == 'k') p->key.n = 0, bytes_add(&p->key, text.data, text.n);
+    if (kind != 'v') return true;
+    if (p->arguments.n > 1) bytes_text(&p->arguments, ", ");
+    json_append(&p->arguments, json_from_text(p->key.data, p->key.n));
+    bytes_text(&p->arguments, ": ");
+    put_plain(p, p->key.data, text, &p->arguments);
+    return true;
+}
+
+static bool match(Scan *p, const char *pattern) {
+    for (const char *c = pattern; *c; c++) {
+        if (*c == ' ' || *c == '\n') continue;
+        const bool part = *c == '%';
+        if (part ? !take_part(p, c[1], c + 2, c > pattern && c[-1] == '\n') : !take(p, (char[]){*c, 0})) return false;
+        c += part;
+    }
+    return true;
+}
+
+/* Appends the call that was matched, with arguments as Python writes JSON. False: they are no object. */
+static bool add_call(const Scan *p, Conversation *calls) {
+    Error e;
+    LocalJson arguments = json_parse(p->arguments.data, p->arguments.n, "arguments", &e);
+    if (!cJSON_IsObject(arguments)) return false;
+    Message *call = message_new(&calls->message, &calls->messages);
+    *call = call_of(p->name.data);
+    put_spaced(&call->content, arguments, 0, 0);
+    return true;
+}
+
+/* Appends the calls that a text begins with. Returns how much of it they are, with what may stand around them. */
+static size_t read_calls(const Reader *r, const Calls *row, Bytes text, Conversation *calls) {
+    Scan p = {.r = r, .row = row, .s = text.data, .end = text.data + text.n};
+    size_t good = 0;
+    for (bool found = true; found;) {
+        while (peek(&p) && strchr(row->between, *p.s)) p.s++;
+        const char *begin = p.s;
+        if (begin == p.end) good = text.n;
+        found = false;
+        for (int i = 0; i < PATTERNS && row->call[i] && !found && begin < p.end; i++) {
+            p.s = begin, p.arguments.n = 0, p.function = NULL;
+            found = match(&p, row->call[i]) && add_call(&p, calls);
+        }
+        if (found) good = (size_t)(p.s - text.data);
+    }
+    bytes_free(&p.name), bytes_free(&p.key), bytes_free(&p.arguments);
+    return good;
+}
+
+/* ---- reading ---- */
+
+/* The text of a mark, or NULL. */
+static const char *mark_of(const Chat *chat, int which) {
+    const Calls *row = chat->calls;
+    const char *const *thought = chat->thoughts;
+    return which <= CLOSE_THINK ? (thought ? thought[which] : NULL)
+           : row                ? (which == OPEN_CALLS ? row->open : row->close)
+                                : NULL;
+}
+
+static bool thinking(const Reader *r) { return same(r->now.channel, "analysis"); }
+
+static bool may_call(const Reader *r) {
+    return r->chat->calls && r->chat->tools && (!r->tools || r->tools->child) && !thinking(r);
+}
+
+/* Does a mark mean something here? If not it is text. `token`: it is a token of its own. */
+static bool counts(const Reader *r, int which, bool token) {
+    if (r->in_content) return which >= OPEN_CALLS;
+    if (which == OPEN_THINK) return !r->now.content.n && (r->started || thinking(r));
+    if (which == CLOSE_THINK) return token || thinking(r) || !r->messages;
+    return which == OPEN_CALLS && may_call(r);
+}
+
+/* Does the answer end with this token? Control tokens that belong to a call or a thought do not end it. */
+static bool ends(const Reader *r, int token, int which) {
+    const Tokenizer *t = r->chat->tokenizer;
+    const Calls *row = r->chat->calls;
+    LocalBytes text = {0};
+    if (token == STREAM_END || which == ANSWER_ENDS) return true;
+    if (which <= CLOSE_CALLS) return false;
+    tokenizer_bytes(t, &(Decoder){.begun = true}, token, &text);
+    if (!text.n || tokenizer_added(t, text.data) != token) return tokenizer_is_control(t, token);
+    if (text_listed(others, text.data)) return true;
+    bool written = row && (same(text.data, python_tag) ? !row->open : row->pair && strstr(row->pair, text.data));
+    for (int i = 0; row && i < PATTERNS && row->call[i]; i++) written |= strstr(row->call[i], text.data) != NULL;
+    for (int i = 0; i < QUOTES; i++) written |= same(quotes[i], text.data);
+    for (int i = 0; i <= CLOSE_CALLS; i++) written |= mark_of(r->chat, i) && strstr(mark_of(r->chat, i), text.data);
+    return tokenizer_is_control(t, token) && !written;
+}
+
+/* Moves the first n bytes of pending text to the message being read. White space at the beginning of a message is
+ * dropped; at the end of the text it stays pending until more follows. The first `scanned` bytes are white space. */
+static void say(Reader *r, size_t n) {
+    Bytes *content = &r->now.content, *pending = &r->pending;
+    const size_t white = r->scanned < n ? r->scanned : n;
+    Bytes text = text_trim((Bytes){.data = pending->data + white, .n = n - white});
+    char *begin = content->n ? pending->data : text.data, *end = text.data + text.n;
+    if (!content->n || text.n) {
+        bytes_add(content, begin, (size_t)(end - begin));
+        pending->n -= (size_t)(end - pending->data), n -= (size_t)(end - pending->data);
+        memmove(pending->data, end, pending->n + 1);
+    }
+    r->scanned = n == pending->n ? n : 0;
 }
 
 static void end_text(Reader *r, const char *channel) {
-    say(r, 0);
+    say(r, r->pending.n);
     conversation_set(&r->now.channel, channel);
     reader_next(r, false);
+    r->scanned = 0;
 }
 
-static bool may_call(const Reader *r) { return r->chat->tools && (!r->tools || r->tools->child); }
-
-/* Is a marked call being read, or may the pending text become one without marks? */
-static bool may_be_call(const Reader *r) {
-    static const char named[] = "{\"name\":", typed[] = "{\"type\":\"function\","; /* white space aside */
-    const Answers *row = r->chat->answers;
-    char begin[20] = "";
-    size_t n = 0;
-    if (r->in_content) return true;
-    if (!may_call(r) || !row->alone || r->now.content.n) return false;
-    for (const char *s = r->pending.data; *s && n + 1 < sizeof begin; s++)
-        if (!strchr(" \t\r\n", *s)) begin[n++] = *s;
-    return begins(begin, named) || begins(named, begin) || begins(begin, typed) || begins(typed, begin);
-}
-
-/* Turns the first n bytes of pending text into a call if they are one, with arguments as Python writes them. `closed`:
- * they end with the closing mark, or with an object of a list. A call without marks must have arguments, or any JSON
- * with a name would be one. */
-static void end_call(Reader *r, size_t n, bool closed) {
-    Error e;
-    const Answers *row = r->chat->answers;
-    bool alone = row->alone;
-    Bytes text = text_trim((Bytes){.data = r->pending.data, .n = n}), before;
+/* Ends a section of calls. It is text if it has none, or has anything else and was closed by a mark or opened by none.
+ */
+static void end_calls(Reader *r, bool closed) {
+    const Calls *row = r->chat->calls;
+    Bytes *pending = &r->pending, text = {.data = pending->data + r->begun, .n = pending->n - r->begun};
+    LOCAL(conversation_free) Conversation calls = {0};
+    const size_t read = read_calls(r, row, text, &calls);
+    const int n = calls.messages;
+    const bool whole = read == text.n, ok = n && (whole || (!closed && row->open));
     LocalBytes rest = {0};
-    for (; row->list && text.n && strchr(between_calls, *text.data); text.n--) text.data++;
-    if (!alone && !row->list) cut_at(&text, "<tool_call>", &before);
-    if (closed && !row->list) text.n -= strlen("</tool_call>");
-    LocalJson json = json_parse(text.data, text.n, "call", &e);
-    const char *name = json_string(json, "name"), *key = json_get(json, "arguments") ? "arguments" : "parameters";
-    const cJSON *arguments = json_get(json, key);
-    bool ok =
-        name && chat_word(name) && reader_declares(r, name, NULL) && (arguments ? cJSON_IsObject(arguments) : !alone);
-    r->repairs += !ok || !(alone || closed);
-    r->in_content = false;
-    if (!ok) return;
-    Message call = call_of(name);
-    arguments ? put_spaced(&call.content, arguments, 0, 0) : bytes_text(&call.content, "{}");
-    bytes_add(&rest, r->pending.data + n, r->pending.n - n);
-    r->pending.n = *r->pending.data = 0;
-    end_text(r, "commentary");
-    *message_new(&r->message, &r->messages) = call;
-    bytes_add(&r->pending, rest.data, rest.n);
-    r->in_content = row->list;
+    bytes_add(&rest, text.data + read, text.n - read);
+    r->in_content = false, r->scanned = 0;
+    r->repairs += !whole || (n && row->close && !closed);
+    if (ok) pending->n = *pending->data = 0, end_text(r, "commentary");
+    for (int i = 0; i < n && ok; i++) *message_new(&r->message, &r->messages) = calls.message[i];
+    if (ok) calls.messages = 0; /* they are the reader's now */
+    if (ok || (whole && !row->close)) pending->n = 0, bytes_add(pending, rest.data, rest.n);
+    if (!ok && closed) bytes_text(pending, row->close);
+    if (!ok) say(r, pending->n);
 }
 
-/* Ends the first call of a list at the last brace of its object: a token completes one message at most. */
-static void read_list(Reader *r) {
-    while (r->scanned < r->pending.n) {
-        char c = r->pending.data[r->scanned++];
-        if (r->quoted && c == '\\') r->scanned++;
-        if (c == '"') r->quoted = !r->quoted;
-        if (!r->quoted) r->depth += (c == '{') - (c == '}');
-        if (r->quoted || c != '}' || r->depth) continue;
-        end_call(r, r->scanned, true);
-        r->scanned = 0;
+/* A mark behind the pending text. One that opens calls until the end of the answer has no text. */
+static void read_mark(Reader *r, int which, bool token) {
+    const bool began = thinking(r), open = which == OPEN_CALLS;
+    const Calls *row = r->chat->calls;
+    if (!counts(r, which, token)) {
+        bytes_text(&r->pending, open && !row->close ? "" : mark_of(r->chat, which));
         return;
     }
+    if (r->in_content) end_calls(r, which == CLOSE_CALLS);
+    if (which == OPEN_THINK) {
+        conversation_set(&r->now.channel, "analysis");
+        r->started = false, r->pending.n = *r->pending.data = 0, r->scanned = 0;
+    } else if (which == CLOSE_THINK) {
+        r->repairs += !began;
+        if (began || !r->messages) end_text(r, "analysis"); /* a thought comes first */
+    } else if (open) {
+        say(r, r->pending.n);
+        bytes_text(&r->pending, row->close ? row->open : "");
+        r->in_content = true, r->begun = r->scanned = r->pending.n;
+    }
 }
 
-/* A mark counts only as one token and at its place; otherwise it is text. */
-Read answers_read(Reader *r, int token, int which) {
-    const Tokenizer *t = r->chat->tokenizer;
-    const Answers *row = r->chat->answers;
-    int messages = r->messages;
-    bool thinking = same(r->now.channel, "analysis"), mark = which < END && (which != OPEN_CALLS || row->list),
-         stop = token == STREAM_END || which == END || (!mark && tokenizer_is_control(t, token));
-    if (stop) {
-        tokenizer_flush(&r->decoder, &r->pending);
-        if (row->list && r->in_content && strspn(r->pending.data, between_calls) == r->pending.n)
-            r->pending.n = *r->pending.data = 0; /* the end of the list */
-        else if (may_be_call(r))
-            end_call(r, r->pending.n, false);
-        end_text(r, thinking ? "analysis" : "final");
-    } else if (row->thoughts && which == OPEN_THINK && r->started && !r->now.content.n && !r->in_content) {
-        conversation_set(&r->now.channel, "analysis");
-        r->started = false;
-    } else if (row->thoughts && which == CLOSE_THINK && !r->in_content) {
-        r->repairs += !thinking;
-        tokenizer_flush(&r->decoder, &r->pending);
-        if (thinking || !r->messages) end_text(r, "analysis"); /* a thought comes first */
-    } else if (!(row->alone) || which != PYTHON_TAG) {
-        size_t white = may_be_call(r) ? 0 : r->pending.n;
-        if (may_call(r) && which == (row->list ? OPEN_CALLS : OPEN_CALL) && !thinking && !r->in_content) {
-            tokenizer_flush(&r->decoder, &r->pending);
-            say(r, white);
-            r->in_content = true, r->quoted = false, r->scanned = 0, r->depth = 0;
+/* The first mark that pending text spells and that counts here, of those that are no tokens, or -1. *at: where it
+ * begins or, as far as the text goes, may begin. */
+static int find_mark(Reader *r, size_t *at) {
+    const Bytes *text = &r->pending;
+    int found = -1;
+    *at = text->n;
+    for (int which = 0; which <= CLOSE_CALLS; which++) {
+        const char *mark = r->chat->control[which] < 0 && counts(r, which, false) ? mark_of(r->chat, which) : NULL;
+        for (size_t i = r->scanned, n; mark && i < *at; i++) {
+            n = strlen(mark) < text->n - i ? strlen(mark) : text->n - i;
+            if (!memcmp(text->data + i, mark, n)) *at = i, found = mark[n] ? -1 : which;
+            if (which == OPEN_THINK && !strchr(" \t\r\n", text->data[i])) break; /* only at the beginning */
         }
-        if (which != OPEN_CALLS || !row->list) tokenizer_decode(t, &r->decoder, token, &r->pending);
-        if (row->list && r->in_content)
-            read_list(r);
-        else if (which == CLOSE_CALL && r->in_content)
-            end_call(r, r->pending.n, true), white = 0;
-        if (!may_be_call(r)) say(r, white);
     }
+    if (r->in_content) r->scanned = *at;
+    return found;
+}
+
+static void read_spelled(Reader *r, int which, size_t at) {
+    LocalBytes rest = {0};
+    const size_t end = at + strlen(mark_of(r->chat, which));
+    bytes_add(&rest, r->pending.data + end, r->pending.n - end);
+    r->pending.n = at, r->pending.data[at] = 0;
+    read_mark(r, which, false);
+    bytes_add(&r->pending, rest.data, rest.n);
+}
+
+/* Without marks: does an answer begin with a call, up to its arguments, or may it? */
+static bool begins_call(const Reader *r, bool *may) {
+    const Calls *row = r->chat->calls;
+    bool begins = false;
+    *may = false;
+    if (!row || row->open || !may_call(r) || r->now.content.n || r->pending.n > MOST_BEGIN) return false;
+    for (int i = 0; i < PATTERNS && row->call[i] && *row->call[i] != '%'; i++) {
+        LocalText pattern = copy_text(row->call[i], strstr(row->call[i], "%a") - row->call[i]);
+        Scan p = {.r = r, .row = row, .s = r->pending.data, .end = r->pending.data + r->pending.n};
+        if (!peek(&p)) return false;
+        begins |= match(&p, pattern);
+        *may |= p.cut;
+        bytes_free(&p.name);
+    }
+    return begins;
+}
+
+Read answers_read(Reader *r, int token, int which) {
+    const int messages = r->messages;
+    const bool stop = ends(r, token, which), mark = which <= CLOSE_CALLS;
+    size_t at;
+    bool may;
+    const int python = tokenizer_added(r->chat->tokenizer, python_tag);
+    if (stop || mark)
+        tokenizer_flush(&r->decoder, &r->pending);
+    else if (token != python || !r->chat->calls || ((const Calls *)r->chat->calls)->open)
+        tokenizer_decode(r->chat->tokenizer, &r->decoder, token, &r->pending);
+    int spelled = find_mark(r, &at);
+    for (; spelled >= 0 && (stop || mark); spelled = find_mark(r, &at)) read_spelled(r, spelled, at);
+    if (mark) read_mark(r, which, true);
+    if (spelled >= 0) {
+        read_spelled(r, spelled,
+                     at); /* what follows waits for the next token, which may add text to one message only */
+    } else if (!r->in_content && !stop) {
+        if (mark) at = r->pending.n;
+        r->in_content = begins_call(r, &may);
+        if (r->in_content) r->begun = 0, r->scanned = r->pending.n;
+        if (!r->in_content && !may) say(r, at);
+    }
+    if (stop && r->in_content) end_calls(r, false);
+    if (stop) end_text(r, thinking(r) ? "analysis" : "final");
     return (Read){.stop = stop, .closed = r->messages > (stop ? 0 : messages)};
+}
+
+/* ---- the choice ---- */
+
+void answers_use(Chat *chat, const char *calls, const char *open) {
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        if (same(rows[i].name, calls)) chat->calls = rows + i;
+    for (size_t i = 0; i < sizeof thoughts / sizeof *thoughts; i++)
+        if (same(thoughts[i][0], open)) chat->thoughts = thoughts[i];
+    for (int i = 0; i <= CLOSE_CALLS; i++)
+        chat->control[i] = mark_of(chat, i) ? tokenizer_added(chat->tokenizer, mark_of(chat, i)) : -1;
+}
+
+bool answers_force(const Chat *chat, const char *effort, const char *name, Bytes *out, Error *e) {
+    const Calls *row = chat->calls;
+    if (!row) return fail(e, USAGE, "tool_choice: how this model writes calls is not known, so none can be forced");
+    const char *at = strstr(row->call[0], "%n"), *rest = name ? at + 2 : "";
+    LocalText before = copy_text(row->call[0], at - row->call[0]);
+    LocalText after = copy_text(rest, strcspn(rest, "%"));
+    LocalBytes piece = {0};
+    if (chat_thinks(chat, effort)) bytes_print(&piece, "\n%s\n\n", mark_of(chat, CLOSE_THINK));
+    bytes_print(&piece, "%s%s%s%s%s", row->open ? row->open : "", row->first, before, name ? name : "", after);
+    chat_fill(chat, out, piece.data, NULL, NULL);
+    return true;
 }

@@ -4,15 +4,12 @@
 
 #include "../chat.h"
 
-enum { OPEN_THINK, CLOSE_THINK, OPEN_CALL, CLOSE_CALL, PYTHON_TAG, OPEN_CALLS, END }; /* in Chat.control */
-extern const char *const answer_marks[CONTROLS];
+enum { OPEN_THINK, CLOSE_THINK, OPEN_CALLS, CLOSE_CALLS, ANSWER_ENDS }; /* in Chat.control */
 
-typedef struct { /* Chat.answers */
-    bool thoughts;
-    bool alone, list; /* calls without marks; in one list. Neither: each in <tool_call> */
-} Answers;
-
-Read answers_read(Reader *r, int token, int which); /* see Format.read */
+/* Chooses by the name of a row of calls, and by what opens a thought. NULL: none. */
+void answers_use(Chat *chat, const char *calls, const char *open);
+Read answers_read(Reader *r, int token, int which);                                               /* see Format.read */
+bool answers_force(const Chat *chat, const char *effort, const char *name, Bytes *out, Error *e); /* see Format.force */
 
 Bytes text_trim(Bytes text); /* without white space at both ends; not a copy */
 /* Writes JSON as Python does: a space after each comma and colon, or with an indent one item a line. */

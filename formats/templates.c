@@ -106,10 +106,6 @@ static const char *const strings[STRINGS][2] = {
     {"date_string = \"", "\""}, {"date_string = '", "'"}};
 /* clang-format on */
 
-static const Answers ways[2][3] = {
-    {{0}, {.alone = true}, {.list = true}},
-    {{.thoughts = true}, {.thoughts = true, .alone = true}, {.thoughts = true, .list = true}}};
-
 static bool row_fits(const Row *row, const char *template, Chat *chat) {
     const char *end = strchr(strchr(row->assistant, '%'), '<');
     LocalText name = copy_text(end, strcspn(end, ">") + 1);
@@ -117,8 +113,8 @@ static bool row_fits(const Row *row, const char *template, Chat *chat) {
         bool lacks = *row->has[i] == '!';
         if (lacks == (strstr(template, row->has[i] + lacks) != NULL)) return false;
     }
-    chat->control[END] = tokenizer_added(chat->tokenizer, name);
-    return chat->control[END] >= 0 && (!row->begin || tokenizer_added(chat->tokenizer, row->begin) >= 0);
+    chat->control[ANSWER_ENDS] = tokenizer_added(chat->tokenizer, name);
+    return chat->control[ANSWER_ENDS] >= 0 && (!row->begin || tokenizer_added(chat->tokenizer, row->begin) >= 0);
 }
 
 /* The first text in the template that stands between strings[i], first <= i < last; `date` is today. NULL: none. */
@@ -150,7 +146,12 @@ static bool fits(Chat *chat) {
     while (row < end && !row_fits(row, text.data, chat)) row++;
     if (row == end) return false;
     chat->own = row, chat->name = row->name;
-    chat->answers = &ways[row->thoughts != NULL][row->flags & ALONE ? 1 : row->calls ? 2 : 0];
+    answers_use(chat,
+                !row->call           ? NULL
+                : row->flags & ALONE ? "Llama 3"
+                : row->calls         ? "Mistral"
+                                     : "Hermes",
+                row->thoughts ? "<think>" : NULL);
     chat->tools = row->call && (!row->calls || chat->control[OPEN_CALLS] >= 0);
     chat->schemas = false;
     chat->thinks = row->think, chat->quiet = row->quiet || !row->think;
@@ -310,18 +311,6 @@ static bool render(const Chat *chat, const Conversation *c, bool prompt, Bytes *
     return true;
 }
 
-static bool force(const Chat *chat, const char *effort, const char *name, Bytes *out, Error *e) {
-    const Row *row = chat->own;
-    LocalBytes function = {0};
-    if (!row->calls && !(row->flags & ALONE) && chat->control[OPEN_CALL] < 0)
-        return fail(e, USAGE, "this model's tokenizer has no tokens for calls of functions: none can be forced");
-    if (name) json_append(&function, cJSON_CreateString(name));
-    if (chat_thinks(chat, effort)) chat_fill(chat, out, "\n</think>\n\n", NULL, NULL);
-    chat_fill(chat, out, row->calls, NULL, NULL);
-    chat_fill(chat, out, row->call, name ? &function : NULL, NULL);
-    if (!name) bytes_text(out, "\"");
-    return true;
-}
-
+static const char *const none[CONTROLS]; /* answers.c knows the tokens */
 static const char known[] = "those of Qwen, SmolLM2, Llama, Mistral, Gemma, DeepSeek and TinyLlama";
-const Format templates = {known, answer_marks, "", fits, render, force, answers_read};
+const Format templates = {known, none, "", fits, render, answers_force, answers_read};

@@ -104,22 +104,216 @@ static void other_formats_are_rendered_and_read_again(void) {
     }
 }
 
-/* Every format that has tools: what forces a call is the beginning of one, of a function or of any. */
+/* Every way to write calls, with its own open mark as a token or spelled out: what forces a call is the beginning of
+ * one, of a function or of any, and an answer that goes on so is one, split wherever tokens end. */
+static const struct {
+    const char *row, *rest[2]; /* what follows behind the name and behind what forces any call */
+} forced[] = {
+    {"Hermes", {"{\"a\": 1}}\n</tool_call>", "f\", \"arguments\": {\"a\": 1}}\n</tool_call>"}},
+    {"Qwen3-Coder",
+     {"<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+      "f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"}},
+    {"GLM",
+     {"<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+      "f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"}},
+    {"Seed",
+     {"<parameter=a>1</parameter>\n</function>\n</seed:tool_call>",
+      "f>\n<parameter=a>1</parameter>\n</function>\n</seed:tool_call>"}},
+    {"MiniMax",
+     {"<parameter name=\"a\">1</parameter>\n</invoke>\n</minimax:tool_call>",
+      "f\">\n<parameter name=\"a\">1</parameter>\n</invoke>\n</minimax:tool_call>"}},
+    {"DeepSeek V3.2",
+     {"<｜DSML｜parameter name=\"a\" string=\"false\">1</｜DSML｜parameter>\n</｜DSML｜invoke>\n"
+      "</｜DSML｜function_calls>",
+      "f\">\n<｜DSML｜parameter name=\"a\" string=\"false\">1</｜DSML｜parameter>\n</｜DSML｜invoke>\n"
+      "</｜DSML｜function_calls>"}},
+    {"DeepSeek V3.1",
+     {"{\"a\": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+      "f<｜tool▁sep｜>{\"a\": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"}},
+    {"DeepSeek",
+     {"{\"a\": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+      "f\n```json\n{\"a\": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"}},
+    {"Kimi",
+     {"{\"a\": 1}<|tool_call_end|><|tool_calls_section_end|>",
+      "f:0<|tool_call_argument_begin|>{\"a\": 1}<|tool_call_end|><|tool_calls_section_end|>"}},
+    {"Gemma 4", {"{a:1}<tool_call|>", "f{a:1}<tool_call|>"}},
+    {"FunctionGemma", {"{a:1}<end_function_call>", "f{a:1}<end_function_call>"}},
+    {"LFM2", {"(a=1)]<|tool_call_end|>", "f(a=1)]<|tool_call_end|>"}},
+    {"Olmo 3", {"(a=1)\n</function_calls>", "f(a=1)\n</function_calls>"}},
+    {"Phi-4-mini", {"{\"a\": 1}}]<|/tool_call|>", "f\", \"arguments\": {\"a\": 1}}]<|/tool_call|>"}},
+    {"Granite", {"{\"a\": 1}}]", "f\", \"arguments\": {\"a\": 1}}]"}},
+    {"Mistral", {"{\"a\": 1}}]", "f\", \"arguments\": {\"a\": 1}, \"id\": \"abcdefghi\"}]"}},
+    {"Mistral, named", {"{\"a\": 1}", "f[ARGS]{\"a\": 1}"}},
+    {"Llama 3", {"{\"a\": 1}}", "f\", \"parameters\": {\"a\": 1}}"}},
+    {"pythonic", {"(a=1)]", "f(a=1)]"}},
+};
+
 static void calls_of_formats_are_forced(void) {
-    static const char *const bodies[] = {"{\"a\":1}}\n</tool_call>", "", "{\"a\":1}}", "{\"a\":1}}]"};
-    static const char *const whole[] = {"f\", \"arguments\": {\"a\":1}}\n</tool_call>", "",
-                                        "f\", \"parameters\": {\"a\":1}}", "f\", \"arguments\": {\"a\":1}}]"};
-    static const int formats_of[] = {0, 1, 2, OTHERS - 1}; /* Mistral is the last */
-    for (int i = 0; i < 8; i++) {
-        Talker m;
-        Error e;
-        Ids ids = {0};
-        check(talker_open_other(&m, formats_of[i / 2]), "format %d is not known", i / 2);
-        if (*bodies[i / 2]) {
-            call_is_forced(&m, i % 2 ? NULL : "f", (i % 2 ? whole : bodies)[i / 2], 1);
-        } else { /* its tokenizer lacks the marks */
-            check(!chat_force(&m.chat, "medium", "f", &ids, &e) && e.code == USAGE, "a call without marks");
+    for (size_t i = 0; i < 2 * sizeof forced / sizeof *forced; i++) {
+        for (int any = 0; any < 2; any++) {
+            Talker m;
+            Error e;
+            Reader r;
+            Ids ids = {0};
+            Bytes shown = {0};
+            const char *row = forced[i / 2].row, *rest = forced[i / 2].rest[any];
+            check(talker_open_row(&m, row, i % 2), "there is no row %s", row);
+            must(chat_force(&m.chat, "medium", any ? NULL : "f", &ids, &e), &e);
+            must(tokenizer_encode(m.tokenizer, rest, strlen(rest), i % 2 ? CONTROL_TOKENS : 0, &ids, &e), &e);
+            reader_init(&r, &m.chat, NULL);
+            for (size_t k = 0; k < ids.n; k++) reader_push(&r, ids.data[k], &shown);
+            reader_push(&r, m.token_of[1], &shown);
+            check(r.messages == 1 && kind_of(r.message) == CALL && !strcmp(r.message->recipient, "functions.f") &&
+                      !strcmp(r.message->content.data, "{\"a\": 1}") && !r.repairs,
+                  "%s: %s", row, r.messages ? r.message->content.data : "no message");
+            reader_free(&r), ids_free(&ids), bytes_free(&shown);
+            talker_close(&m);
         }
+    }
+}
+
+/* What models write, by their documentation and the tests of other engines. Expected: the messages, one a line, with R,
+ * P, A or C in front: reasoning, preamble, answer, call. */
+static const char answers_tools[] =
+    "[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"parameters\":{\"type\":\"object\",\"properties\":{"
+    "\"city\":{\"type\":\"string\"},\"days\":{\"type\":\"integer\"},\"size\":{\"type\":\"object\"}}}}},"
+    "{\"type\":\"function\",\"function\":{\"name\":\"get_time\"}}]";
+static const struct {
+    const char *row, *text, *expected;
+} written[] = {
+    {"Hermes", "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"city\": \"Bern\", \"days\": 2}}\n</tool_call>",
+     "C f {\"city\": \"Bern\", \"days\": 2}"},
+    {"Hermes",
+     "I look.\n<tool_call>\n{\"name\": \"f\", \"arguments\": {}}\n</tool_call>\n<tool_call>\n{\"arguments\": "
+     "{\"zone\":\"\\u00e9\\\"\"}, \"name\": \"get_time\"}\n</tool_call>",
+     "P I look.\nC f {}\nC get_time {\"zone\": \"é\\\"\"}"},
+    {"Hermes",
+     "<tool_call>\n{'name': 'f', 'arguments': {'city': \"Martha's\", 'size': None, 'a': [True, 1.50]}}\n"
+     "</tool_call>",
+     "C f {\"city\": \"Martha's\", \"size\": null, \"a\": [true, 1.50]}"},
+    {"Hermes", "<tool_call>\n{\"name\": \"f\", \"arguments\": \"{\\\"city\\\": \\\"Bern\\\"}\"}\n</tool_call>",
+     "C f {\"city\": \"Bern\"}"},
+    {"Hermes", "<tool_call>\n{\"name\": \"f\", \"arguments\": null}\n</tool_call>", "C f {}"},
+    {"Hermes", "<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>\nDone.", "C f {}\nA Done."},
+    {"Hermes",
+     "<think>\nHm.\n</think>\n\n<tool_call>\n{\"name\": \"f\", \"arguments\": {\"city\": \"a\nb\"}}\n</tool_call>",
+     "R Hm.\nC f {\"city\": \"a\\nb\"}"},
+    {"Hermes", "<tool_call>\n{\"name\": \"g\", \"arguments\": {}}\n</tool_call>",
+     "A <tool_call>\n{\"name\": \"g\", \"arguments\": {}}\n</tool_call>"},
+    {"Hermes", "<think>a <tool_call>{}</tool_call> b</think>c", "R a <tool_call>{}</tool_call> b\nA c"},
+    {"Qwen3-Coder",
+     "Let me check.\n<tool_call>\n<function=f>\n<parameter=city>\n42\n</parameter>\n<parameter=days>\n2\n"
+     "</parameter>\n<parameter=size>\n{\"width\": 10,\n \"height\": 20}\n</parameter>\n<parameter=other>\n"
+     "a\n  <b>\n\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=get_time>\n</function>\n"
+     "</tool_call>",
+     "P Let me check.\nC f {\"city\": \"42\", \"days\": 2, \"size\": {\"width\": 10, \"height\": 20}, "
+     "\"other\": \"a\\n  <b>\\n\"}\nC get_time {}"},
+    {"GLM",
+     "<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>Bern</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2"
+     "</arg_value>\n</tool_call>\n<tool_call>get_time\n</tool_call>",
+     "C f {\"city\": \"Bern\", \"days\": 2}\nC get_time {}"},
+    {"GLM",
+     "<tool_call>f<arg_key>city</arg_key><arg_value>1</arg_value><arg_key>x</arg_key><arg_value>True</arg_value>"
+     "</tool_call>",
+     "C f {\"city\": \"1\", \"x\": true}"},
+    {"GLM", "<tool_call>f and more</tool_call>", "A <tool_call>f and more</tool_call>"},
+    {"Seed",
+     "<seed:think>Hm.</seed:think><seed:tool_call>\n<function=f>\n<parameter=city>Bern</parameter>\n"
+     "<parameter=days>2</parameter>\n</function>\n</seed:tool_call>",
+     "R Hm.\nC f {\"city\": \"Bern\", \"days\": 2}"},
+    {"MiniMax",
+     "<minimax:tool_call>\n<invoke name=\"f\">\n<parameter name=\"city\">Bern</parameter>\n</invoke>\n"
+     "<invoke name=\"get_time\">\n</invoke>\n</minimax:tool_call>",
+     "C f {\"city\": \"Bern\"}\nC get_time {}"},
+    {"DeepSeek V3.2",
+     "<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"f\">\n<｜DSML｜parameter name=\"city\" string=\"true\">"
+     "Bern</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+     "C f {\"city\": \"Bern\"}"},
+    {"DeepSeek V3.1",
+     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"city\":\"Bern\"}<｜tool▁call▁end｜>"
+     "<｜tool▁call▁begin｜>get_time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+     "C f {\"city\": \"Bern\"}\nC get_time {}"},
+    {"DeepSeek",
+     "Yes.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{\"city\": \"Tokyo\"}\n```"
+     "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_time\n```json\n{}\n```<｜tool▁call▁end｜>"
+     "<｜tool▁calls▁end｜>",
+     "P Yes.\nC f {\"city\": \"Tokyo\"}\nC get_time {}"},
+    {"Kimi",
+     "I look. <|tool_calls_section_begin|> <|tool_call_begin|>\nfunctions.f:0 <|tool_call_argument_begin|> "
+     "{\"city\": \"Beijing\"} <|tool_call_end|> <|tool_call_begin|>functions.get_time:1"
+     "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+     "P I look.\nC f {\"city\": \"Beijing\"}\nC get_time {}"},
+    {"Gemma 4",
+     "<|channel>thought\nHm.\n<channel|><|tool_call>call:f{city:<|\"|>Bern's \"x\"\\<|\"|>,days:2,size:{w:1.5,"
+     "l:[true,null]}}<tool_call|><|tool_call>call:get_time{}<tool_call|>",
+     "R Hm.\nC f {\"city\": \"Bern's \\\"x\\\"\\\\\", \"days\": 2, \"size\": {\"w\": 1.5, \"l\": [true, null]}}\n"
+     "C get_time {}"},
+    {"FunctionGemma", "<start_function_call>call:f{city:<escape>London<escape>}<end_function_call>",
+     "C f {\"city\": \"London\"}"},
+    {"LFM2", "<|tool_call_start|>[f(city=\"12345\"), get_time()]<|tool_call_end|>Checking.",
+     "C f {\"city\": \"12345\"}\nC get_time {}\nA Checking."},
+    {"Olmo 3", "<function_calls>\nf(city=\"Bern\", days=2)\nget_time()\n</function_calls>",
+     "C f {\"city\": \"Bern\", \"days\": 2}\nC get_time {}"},
+    {"Phi-4-mini", "<|tool_call|>[{\"name\": \"f\", \"arguments\": {\"city\": \"Bern\"}}]<|/tool_call|>",
+     "C f {\"city\": \"Bern\"}"},
+    {"Granite", "<|tool_call|> [{\"arguments\": {\"city\": \"Bern\"}, \"name\": \"f\"}, {\"name\": \"get_time\"}]",
+     "C f {\"city\": \"Bern\"}\nC get_time {}"},
+    {"Mistral", "[THINK]Hm.[/THINK]Yes.[TOOL_CALLS] [{\"name\": \"f\", \"arguments\": {\"days\": 3.5, \"b\": 4}}]",
+     "R Hm.\nP Yes.\nC f {\"days\": 3.5, \"b\": 4}"},
+    {"Mistral, named", "[TOOL_CALLS]f[ARGS]{\"days\": 3}[TOOL_CALLS]get_time[CALL_ID]abcdefghi[ARGS]{}",
+     "C f {\"days\": 3}\nC get_time {}"},
+    {"Mistral, named", "[TOOL_CALLS]f{\"days\": 3}", "C f {\"days\": 3}"},
+    {"Llama 3", "{\"name\": \"f\", \"parameters\": {\"a\": 1}}; {\"name\": \"get_time\", \"parameters\": {}}",
+     "C f {\"a\": 1}\nC get_time {}"},
+    {"Llama 3", "{\"name\": \"f\", \"arguments\": {\"city\": \"Bern\"}}", "C f {\"city\": \"Bern\"}"},
+    {"Llama 3", "{\"name\": \"Bern\", \"parameters\": {}}", "A {\"name\": \"Bern\", \"parameters\": {}}"},
+    {"pythonic",
+     "[f(city='Martha\\'s Vineyard', size={'a': '\\\"cool\\\"'}, days=None, ok=True, l=['x', ], ), get_time()]",
+     "C f {\"city\": \"Martha's Vineyard\", \"size\": {\"a\": \"\\\"cool\\\"\"}, \"days\": null, \"ok\": true, "
+     "\"l\": [\"x\"]}\nC get_time {}"},
+    {"pythonic", "[1, 2] and [f(x)]", "A [1, 2] and [f(x)]"},
+    {"pythonic", "[f(1)]", "A [f(1)]"},
+};
+
+/* Appends the messages as `written` has them. */
+static void put_messages(const Reader *r, Bytes *out) {
+    for (int i = 0; i < r->messages; i++) {
+        const Message *m = r->message + i;
+        const char *to = m->recipient ? m->recipient + begins(m->recipient, "functions.") : "";
+        bytes_print(out, "%s%c %s%s%s", i ? "\n" : "", "RPAC"[kind_of(m)], to, *to ? " " : "", m->content.data);
+    }
+}
+
+/* Each as the tokens of a tokenizer that has the marks, as those of one that has not, and byte by byte. */
+static void calls_are_read_in_every_way_to_write_them(void) {
+    Error e;
+    for (size_t i = 0; i < 3 * sizeof written / sizeof *written; i++) {
+        Talker m;
+        Reader r;
+        Ids ids = {0};
+        Bytes shown = {0}, contents = {0}, found = {0};
+        Conversation c = {0};
+        const char *text = written[i / 3].text;
+        check(talker_open_row(&m, written[i / 3].row, i % 3 == 0), "there is no row %s", written[i / 3].row);
+        if (i % 3 < 2) must(tokenizer_encode(m.tokenizer, text, strlen(text), CONTROL_TOKENS, &ids, &e), &e);
+        for (const char *s = text; i % 3 == 2 && *s; s++) ids_add(&ids, m.token_of[(unsigned char)*s]);
+        ids_add(&ids, m.token_of[1]);
+        c.request = cJSON_CreateObject();
+        cJSON_AddItemToObject(c.request, "tools", json_parse(answers_tools, strlen(answers_tools), "tools", &e));
+        reader_init(&r, &m.chat, &c);
+        for (size_t k = 0; k < ids.n; k++) {
+            const int before = r.messages;
+            const Read read = reader_push(&r, ids.data[k], &shown);
+            check(read.stop == (k + 1 == ids.n), "%s %s: stops", m.chat.name, text);
+            check(read.stop || read.closed == (r.messages > before), "%s: a message that is not reported", text);
+        }
+        put_messages(&r, &found);
+        for (int k = 0; k < r.messages; k++) bytes_add(&contents, r.message[k].content.data, r.message[k].content.n);
+        check(found.n && !strcmp(found.data, written[i / 3].expected), "%s, %d: %s\ngives\n%s", m.chat.name,
+              (int)(i % 3), text, found.n ? found.data : "nothing");
+        check(shown.n == contents.n && !memcmp(shown.data, contents.data, shown.n), "%s: shown %s", text, shown.data);
+        reader_free(&r), ids_free(&ids), conversation_free(&c);
+        bytes_free(&shown), bytes_free(&contents), bytes_free(&found);
         talker_close(&m);
     }
 }
@@ -128,5 +322,6 @@ static void formats_tests(void) {
     run("unit: templates equal jinja2's", templates_equal_jinja2);
     run("unit: hostile templates are bounded", hostile_templates_are_bounded);
     run("unit: answers in other formats are rendered and read again", other_formats_are_rendered_and_read_again);
-    run("unit: calls can be forced in every other format that has tools", calls_of_formats_are_forced);
+    run("unit: calls are read in every way to write them", calls_are_read_in_every_way_to_write_them);
+    run("unit: calls can be forced in every way to write them", calls_of_formats_are_forced);
 }

@@ -5,6 +5,9 @@
 #define READING_H
 
 #include "../chat.h"
+#ifdef ROOM_formats
+#include "../formats/answers.h"
+#endif
 #include "parrot.h"
 
 #include <stdio.h>
@@ -70,6 +73,54 @@ static inline bool talker_open_other(Talker *m, int which) {
         m->token_of[1 + i] = others[which].control[i] ? tokenizer_added(m->tokenizer, others[which].control[i]) : 0;
     return ok;
 }
+
+#ifdef ROOM_formats
+extern const Format templates;
+
+/* The parrot with a way to write calls and, in that of Mistral, Gemma and Seed, their own thoughts. Marks are tokens,
+ * or spelled out. */
+static inline bool talker_open_row(Talker *m, const char *row, bool tokens) {
+    static const char *const marks[] = {"<|im_end|>",
+                                        "<|python_tag|>",
+                                        "[ARGS]",
+                                        "[TOOL_CALLS]",
+                                        "<tool_response>",
+                                        "<|tool_call>",
+                                        "<tool_call|>",
+                                        "<｜tool▁calls▁begin｜>",
+                                        "<｜tool▁calls▁end｜>",
+                                        "<｜tool▁call▁begin｜>",
+                                        "<｜tool▁sep｜>",
+                                        "<｜tool▁call▁end｜>",
+                                        "<|tool_calls_section_begin|>",
+                                        "<|tool_calls_section_end|>",
+                                        "<|tool_call_begin|>",
+                                        "<|tool_call_argument_begin|>",
+                                        "<|tool_call_end|>",
+                                        "<think>",
+                                        "</think>",
+                                        "<tool_call>",
+                                        "</tool_call>"};
+    Error e;
+    cJSON *json = json_read("tests/fixtures/parrot/tokenizer.json", 1 << 20, &e);
+    for (int i = 0; i < (tokens ? 21 : 1); i++)
+        cJSON_ReplaceItemInObject(cJSON_GetArrayItem(cJSON_GetObjectItem(json, "added_tokens"), i), "content",
+                                  cJSON_CreateString(marks[i]));
+    m->tokenizer = parrot_open(json, &e);
+    cJSON_Delete(json);
+    if (!m->tokenizer) return false;
+    find_tokens(m);
+    m->chat = (Chat){.tokenizer = m->tokenizer, .template = "", .format = &templates, .name = row, .tools = true};
+    for (int i = 0; i < CONTROLS; i++) m->chat.control[i] = -1;
+    answers_use(&m->chat, row,
+                begins(row, "Mistral") ? "[THINK]"
+                : begins(row, "Seed")  ? "<seed:think>"
+                : begins(row, "Gemma") ? "<|channel>thought"
+                                       : "<think>");
+    m->chat.control[ANSWER_ENDS] = m->token_of[1] = tokenizer_added(m->tokenizer, "<|im_end|>");
+    return m->chat.calls && m->chat.thoughts;
+}
+#endif
 
 static inline void talker_close(Talker *m) { tokenizer_close(m->tokenizer); }
 
