@@ -74,7 +74,7 @@ struct Tokenizer {
     /* Added tokens found in raw text, and in normalized text: a hash of each beginning -> id, or MOST_IDS if it goes
      * on. Hashes are compared alone: a text made to collide gets a wrong token, but no control token. */
     Map prefixes[2];
-    int first, last;     /* the tokens that WITH_TEMPLATE adds before and behind a text, or -1 */
+    Ids around[2];       /* the tokens that WITH_TEMPLATE adds before and behind a text */
     int bos;             /* what a chat template knows as bos_token, or -1 */
     Bytes chat_template; /* see tokenizer_template() */
 };
@@ -334,9 +334,9 @@ bool tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int flags,
     pcre2_set_callout(w.limits, matcher_step, &w);
     pcre2_set_heap_limit(w.limits, 1 << 20); /* KiB */
     size_t before = out->n;
-    if (flags & WITH_TEMPLATE && t->first >= 0) ids_add(out, t->first);
+    if (flags & WITH_TEMPLATE) ids_append(out, t->around[0].data, t->around[0].n);
     bool ok = encode_from(&w, 0, text, n);
-    if (flags & WITH_TEMPLATE && t->last >= 0) ids_add(out, t->last);
+    if (flags & WITH_TEMPLATE) ids_append(out, t->around[1].data, t->around[1].n);
     if (!ok) out->n = before;
     pcre2_match_data_free(w.match);
     pcre2_match_context_free(w.limits);
@@ -551,16 +551,25 @@ static bool read_byte_level(Tokenizer *t, const cJSON *c) {
     return (use_regex && !cJSON_IsTrue(use_regex)) || add_split(t, gpt2_pattern);
 }
 
-/* The template may put one token before the text and one behind it. */
+/* The template puts tokens before the text and behind it. special_tokens has the ids of their names, which need not be
+ * those of the vocabulary. */
 static bool read_template(Tokenizer *t, const cJSON *c) {
-    const cJSON *list = json_get(c, "single"), *part = cJSON_IsArray(list) ? list->child : NULL;
-    const char *first = json_string(json_get(part, "SpecialToken"), "id");
-    if (first && (t->first = tokenizer_added(t, first)) < 0) return false;
-    if (first) part = part->next;
-    if (!json_get(part, "Sequence")) return false;
-    const char *last = json_string(json_get(part->next, "SpecialToken"), "id");
-    if (last && (t->last = tokenizer_added(t, last)) < 0) return false;
-    return !part->next || (last && !part->next->next);
+    const cJSON *list = json_get(c, "single"), *one, *each;
+    bool behind = false;
+    cJSON_ArrayForEach(one, list) {
+        const char *name = json_string(json_get(one, "SpecialToken"), "id");
+        const cJSON *ids = name ? json_get(json_get(json_get(c, "special_tokens"), name), "ids") : NULL;
+        const int known = name ? find_token(t, name, strlen(name)) : -1;
+        int64_t id;
+        if (name && !ids && known >= 0) ids_add(t->around + behind, known);
+        cJSON_ArrayForEach(each, ids) {
+            if (!json_whole(each, 0, t->size - 1, &id)) return false;
+            ids_add(t->around + behind, (int)id);
+        }
+        if (name ? !ids && known < 0 : behind || !json_get(one, "Sequence")) return false;
+        behind |= !name;
+    }
+    return behind;
 }
 
 static bool read_part(Tokenizer *t, const char *stage, const cJSON *c) {
@@ -628,7 +637,8 @@ static bool read_companions(Tokenizer *t, JsonFile *json, const void *model, Byt
         const cJSON *add = json_get(file, "add_bos_token"), *bos = json_get(file, "bos_token");
         const char *name = cJSON_IsString(bos) ? bos->valuestring : json_string(bos, "content");
         if (name) t->bos = find_token(t, name, strlen(name));
-        if (cJSON_IsBool(add)) t->first = cJSON_IsTrue(add) ? t->bos : -1;
+        if (cJSON_IsBool(add)) t->around[0].n = 0;
+        if (cJSON_IsTrue(add) && t->bos >= 0) ids_add(t->around, t->bos);
         add_template(t, i ? json_get(file, "chat_template") : file, !t->chat_template.n, all);
     }
     return true;
@@ -654,7 +664,7 @@ Tokenizer *tokenizer_open(const char *path, JsonFile *json, const void *model, E
     if (!file) return NULL;
     Tokenizer *t = allocate_zero(1, sizeof *t);
     LocalBytes templates = {0};
-    t->first = t->last = t->bos = t->unknown = -1;
+    t->bos = t->unknown = -1;
     t->token = allocate_zero(MOST_IDS, sizeof *t->token);
     bytes_text(&t->text, ""), bytes_text(&t->chat_template, ""), bytes_text(&templates, "");
     bool ok = read_tokenizer(t, file, e) || fail(e, BAD_MODEL, "%s: %s", path, e->text);
@@ -667,7 +677,7 @@ void tokenizer_close(Tokenizer *t) {
     if (!t) return;
     for (int i = 0; i < t->splits; i++) pcre2_code_free(t->split[i]);
     map_free(&t->by_text), map_free(&t->merge), map_free(t->prefixes), map_free(t->prefixes + 1);
-    bytes_free(&t->text), bytes_free(&t->chat_template);
+    bytes_free(&t->text), bytes_free(&t->chat_template), ids_free(t->around), ids_free(t->around + 1);
     free(t->token), free(t);
 }
 
@@ -677,8 +687,12 @@ bool tokenizer_fit(Tokenizer *t, int vocab) {
     for (int id = vocab; id < t->size; id++) t->token[id].control = true; /* no merge makes it */
     for (int b = 0; b < 256; b++)
         if (t->byte_token[b] >= vocab) t->byte_token[b] = -1;
-    if (t->first >= vocab) t->first = -1;
-    if (t->last >= vocab) t->last = -1;
+    for (int k = 0; k < 2; k++) {
+        const Ids all = t->around[k];
+        t->around[k].n = 0;
+        for (size_t i = 0; i < all.n; i++)
+            if (all.data[i] < vocab) t->around[k].data[t->around[k].n++] = all.data[i];
+    }
     if (t->bos >= vocab) t->bos = -1;
     if (t->size > vocab) t->size = vocab;
     return true;

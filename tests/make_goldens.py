@@ -216,17 +216,22 @@ def family_strings(archive):
 
 
 def templates():
-    """The parrot with a token before the text, behind it, and both: ids with control tokens and template."""
+    """The parrot with tokens before the text, behind it, and both: ids with control tokens and template. A template's names
+    are those of special_tokens; their ids need not be added tokens."""
     tokenizer, out = json.loads((GOLDENS.parent / "fixtures" / "parrot" / "tokenizer.json").read_text()), []
     added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
-    for before, behind in (("<|start|>", None), (None, "<|end|>"), ("<|start|>", "<|end|>"), ("<|end|>", "<|end|>")):
-        around = [name and {"SpecialToken": {"id": name, "type_id": 0}} for name in (before, behind)]
-        special = {name: {"id": name, "ids": [added[name]], "tokens": [name]} for name in (before, behind) if name}
+    ids = {**{name: [id] for name, id in added.items()}, "[EOS]": [added["<|end|>"]], "a": [64], "[ENDS]": [65, added["<|end|>"]]}
+    for before, behind in ((["<|start|>"], []), ([], ["<|end|>"]), (["<|start|>"], ["<|end|>"]), (["<|end|>"], ["<|end|>"]),
+                           (["<|start|>", "<|start|>"], ["<|end|>", "<|start|>"]), ([], ["[EOS]"]), (["<|start|>"], ["a"]),
+                           (["[ENDS]"], ["[ENDS]", "[EOS]"])):
+        special = {name: {"id": name, "ids": ids[name], "tokens": [name] * len(ids[name])} for name in [*before, *behind]}
+        single = [*before, None, *behind]
         template = {"type": "TemplateProcessing", "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-                    "single": [part for part in (around[0], {"Sequence": {"id": "A", "type_id": 0}}, around[1]) if part],
+                    "single": [{"SpecialToken": {"id": name, "type_id": 0}} if name else {"Sequence": {"id": "A", "type_id": 0}}
+                               for name in single],
                     "special_tokens": special}
         made = Tokenizer.from_str(json.dumps({**tokenizer, "post_processor": template}))
-        out.append({"name": f"{before} {behind}", "post_processor": template,
+        out.append({"name": f"{' '.join(before)} {' '.join(behind)}", "post_processor": template,
                     "ids": {text: made.encode(text).ids for text in ("", "Hello!", "a<|end|>", "<|start|> ")}})
     write_json("templates.json", out)
 

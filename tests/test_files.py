@@ -1129,9 +1129,13 @@ TOKENIZERS = [  # what is wrong, the file, the text, words of the message; FINE:
     ("a long added token", lambda: with_added(content="x" * 257), "x", ["added token"]),
     ("a space before every text", lambda: of_file(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True}), "x",
      ["pre_tokenizer", "add_prefix_space"]),
-    ("a template of two tokens", lambda: of_file(post_processor={
-        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "e"}}] * 2 + [{"Sequence": {}}],
+    ("a template of two texts", lambda: of_file(post_processor={
+        "type": "TemplateProcessing", "single": [{"Sequence": {}}, {"Sequence": {}}]}), "x", ["post_processor"]),
+    ("a template without the text", lambda: of_file(post_processor={
+        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "e"}}],
         "special_tokens": {"e": {"ids": [0]}}}), "x", ["post_processor"]),
+    ("a template with an unknown name", lambda: of_file(post_processor={
+        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "zebra"}}, {"Sequence": {}}]}), "x", ["post_processor"]),
     ("a template with an id outside", lambda: of_file(post_processor={
         "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "e"}}, {"Sequence": {}}],
         "special_tokens": {"e": {"ids": [421]}}}), "x", ["post_processor"]),

@@ -197,7 +197,7 @@ def test_ids_of_strings_families(folder):
 
 
 def test_ids_with_a_template(folder):
-    """A token before the text, behind it, and both."""
+    """Tokens before the text, behind it, and both; under other names, and such as are no added tokens."""
     tokenizer = read_json(PARROT / "tokenizer.json")
 
     def check(name, post_processor, ids):
