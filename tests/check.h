@@ -229,7 +229,7 @@ enum { RANDOM_WEIGHTS = true };
 #else
 enum { RANDOM_WEIGHTS = false };
 static inline bool random_weights_open(Checkpoint *c, const char *dir, const char *encoding, Error *e) { return false; }
-static inline bool random_weights_fill(Error *e) { return false; }
+static inline void random_weights_fill(void) {}
 #endif
 static inline bool skips_random_weights(void) {
     return RANDOM_WEIGHTS ? false : (check(false, "skip needs commands/"), true);
