@@ -11,8 +11,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-/* Bodies of at most SMALL bytes always have room; larger ones share BODIES. At most PREPARED requests are parsed and
- * tokenised at once, or a LARGE one alone, because that takes many times its size. */
+/* Bodies of at most SMALL bytes always have room; larger ones share BODIES. PREPARED requests are parsed and tokenised
+ * at once, of LARGE ones only one, because that takes many times its size. */
 enum { MOST_HEADERS = 32 << 10, SMALL = 64 << 10, LARGE = 1 << 20, BODIES = 64 << 20, PREPARED = 4 };
 enum { MOST_JSON = 2000000, MOST_CONNECTIONS = 2048, SPARE_CONNECTIONS = 256, WRITE_SECONDS = 60 };
 enum { PART = 16 << 10, STACK = 1 << 20 };
@@ -104,22 +104,22 @@ static bool hold(Request *q, size_t *taken, size_t most, size_t n) {
 }
 
 bool prepare(Request *q, size_t bytes) {
-    const size_t n = bytes > LARGE ? PREPARED : 1;
-    const bool ok = hold(q, &server.preparing, PREPARED, n);
-    q->preparing = ok ? n : 0;
+    size_t *place = bytes > LARGE ? &server.preparing_large : &server.preparing;
+    if (hold(q, place, bytes > LARGE ? 1 : PREPARED, 1)) q->place = place;
     q->deadline = INFINITY;
-    return ok;
+    return q->place;
 }
 
 void prepared(Request *q) {
-    if (!q->held && !q->preparing) return;
+    const bool large = q->place == &server.preparing_large;
+    if (!q->held && !q->place) return;
+    if (large) malloc_trim(0);
     lock();
-    server.bodies -= q->held, server.preparing -= q->preparing;
-    const bool large = q->preparing == PREPARED;
-    q->held = q->preparing = 0;
+    server.bodies -= q->held;
+    if (q->place) --*q->place;
+    q->held = 0, q->place = NULL;
     pthread_cond_broadcast(&server.room);
     unlock();
-    if (large) malloc_trim(0);
 }
 
 /* ---- may this be asked? ---- */

@@ -80,8 +80,8 @@ struct Request { /* a connection and its request */
     double began;             /* when its headers had arrived */
     unsigned status;          /* of the reply */
     Bytes body;
-    size_t held, preparing; /* of Server.bodies; of Server.preparing */
-    cJSON *json, *names;    /* names: from a function's name as the model reads it to the client's; NULL: it has none */
+    size_t held, *place; /* of Server.bodies; in which of Server.preparing and .preparing_large it counts, or NULL */
+    cJSON *json, *names; /* names: from a function's name as the model reads it to the client's; NULL: it has none */
     const char *code,
         *param;   /* of the error, or NULL; param: the field at fault if its message does not begin with it */
     double since; /* when it had arrived */
@@ -132,12 +132,12 @@ typedef struct {
     TAILQ_HEAD(, Request) requests; /* of all connections */
     LIST_HEAD(, Client) clients;
     int connections;
-    size_t bodies;    /* bytes reserved for large bodies */
-    size_t preparing; /* requests that are parsed and tokenised; a large one counts as all that may be */
-    int live;         /* choices that have not ended */
-    size_t turns;     /* choices that the scheduler got so far */
-    Error error;      /* why no more answers come */
-    double moved;     /* when the model's thread was last between steps */
+    size_t bodies;                     /* bytes reserved for large bodies */
+    size_t preparing, preparing_large; /* requests that are parsed and tokenised */
+    int live;                          /* choices that have not ended */
+    size_t turns;                      /* choices that the scheduler got so far */
+    Error error;                       /* why no more answers come */
+    double moved;                      /* when the model's thread was last between steps */
     SchedulerState state;
     double usual; /* seconds from a request to the end of an answer, lately */
     Histogram to_first_token, per_token, to_end, queued;
