@@ -318,10 +318,33 @@ static void calls_are_read_in_every_way_to_write_them(void) {
     }
 }
 
+/* The same from pieces at random: what is shown are the contents, in UTF-8, and each message is reported. */
+static void calls_at_random_are_read(void) {
+    uint64_t state = 12;
+    for (size_t row = 0; row < 2 * sizeof forced / sizeof *forced; row++) {
+        Talker m;
+        check(talker_open_row(&m, forced[row / 2].row, row % 2), "there is no row %s", forced[row / 2].row);
+        for (int i = 0; i < 300; i++) {
+            Bytes text = {0};
+            bytes_text(&text, "");
+            for (int k = 0; k < 1 + i % 12; k++) {
+                state = state * 6364136223846793005u + 1442695040888963407u;
+                const char *all = state >> 63 ? forced[row / 2].rest[state >> 62 & 1] : written[state >> 32 & 31].text;
+                const size_t n = strlen(all), from = (state >> 40) % n, most = n - from;
+                bytes_add(&text, state >> 61 & 1 ? all : all + from, state >> 61 & 1 ? n : 1 + (state >> 50) % most);
+                if ((state >> 33 & 15) < 3) bytes_print(&text, "%c", 0x80 + (int)((state >> 37) % ROW_MARKS));
+            }
+            check_answer(i, &text, row_problem(&m, text.data, text.n));
+        }
+        talker_close(&m);
+    }
+}
+
 static void formats_tests(void) {
     run("unit: templates equal jinja2's", templates_equal_jinja2);
     run("unit: hostile templates are bounded", hostile_templates_are_bounded);
     run("unit: answers in other formats are rendered and read again", other_formats_are_rendered_and_read_again);
     run("unit: calls are read in every way to write them", calls_are_read_in_every_way_to_write_them);
+    run("unit: calls at random are read in every way to write them", calls_at_random_are_read);
     run("unit: calls can be forced in every way to write them", calls_of_formats_are_forced);
 }

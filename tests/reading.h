@@ -78,32 +78,33 @@ static inline bool talker_open_other(Talker *m, int which) {
 extern const Format templates;
 
 /* The parrot with a way to write calls and, in that of Mistral, Gemma and Seed, their own thoughts. Marks are tokens,
- * or spelled out. */
+ * those of the bytes from 0x80 on, or spelled out. */
+enum { ROW_MARKS = 21 };
 static inline bool talker_open_row(Talker *m, const char *row, bool tokens) {
-    static const char *const marks[] = {"<|im_end|>",
-                                        "<|python_tag|>",
-                                        "[ARGS]",
-                                        "[TOOL_CALLS]",
-                                        "<tool_response>",
-                                        "<|tool_call>",
-                                        "<tool_call|>",
-                                        "<｜tool▁calls▁begin｜>",
-                                        "<｜tool▁calls▁end｜>",
-                                        "<｜tool▁call▁begin｜>",
-                                        "<｜tool▁sep｜>",
-                                        "<｜tool▁call▁end｜>",
-                                        "<|tool_calls_section_begin|>",
-                                        "<|tool_calls_section_end|>",
-                                        "<|tool_call_begin|>",
-                                        "<|tool_call_argument_begin|>",
-                                        "<|tool_call_end|>",
-                                        "<think>",
-                                        "</think>",
-                                        "<tool_call>",
-                                        "</tool_call>"};
+    static const char *const marks[ROW_MARKS] = {"<|im_end|>",
+                                                 "<|python_tag|>",
+                                                 "[ARGS]",
+                                                 "[TOOL_CALLS]",
+                                                 "<tool_response>",
+                                                 "<|tool_call>",
+                                                 "<tool_call|>",
+                                                 "<｜tool▁calls▁begin｜>",
+                                                 "<｜tool▁calls▁end｜>",
+                                                 "<｜tool▁call▁begin｜>",
+                                                 "<｜tool▁sep｜>",
+                                                 "<｜tool▁call▁end｜>",
+                                                 "<|tool_calls_section_begin|>",
+                                                 "<|tool_calls_section_end|>",
+                                                 "<|tool_call_begin|>",
+                                                 "<|tool_call_argument_begin|>",
+                                                 "<|tool_call_end|>",
+                                                 "<think>",
+                                                 "</think>",
+                                                 "<tool_call>",
+                                                 "</tool_call>"};
     Error e;
     cJSON *json = json_read("tests/fixtures/parrot/tokenizer.json", 1 << 20, &e);
-    for (int i = 0; i < (tokens ? 21 : 1); i++)
+    for (int i = 0; i < (tokens ? ROW_MARKS : 1); i++)
         cJSON_ReplaceItemInObject(cJSON_GetArrayItem(cJSON_GetObjectItem(json, "added_tokens"), i), "content",
                                   cJSON_CreateString(marks[i]));
     m->tokenizer = parrot_open(json, &e);
@@ -117,8 +118,39 @@ static inline bool talker_open_row(Talker *m, const char *row, bool tokens) {
                 : begins(row, "Seed")  ? "<seed:think>"
                 : begins(row, "Gemma") ? "<|channel>thought"
                                        : "<think>");
+    for (int i = 1; i < (tokens ? ROW_MARKS : 0); i++) m->token_of[0x80 + i] = tokenizer_added(m->tokenizer, marks[i]);
     m->chat.control[ANSWER_ENDS] = m->token_of[1] = tokenizer_added(m->tokenizer, "<|im_end|>");
     return m->chat.calls && m->chat.thoughts;
+}
+
+/* What is wrong with how the text is read there, or NULL. */
+static inline const char *row_problem(const Talker *m, const char *data, size_t n) {
+    Bytes shown = {0}, contents = {0};
+    Reader r;
+    const char *problem = NULL;
+    bool stop = false;
+    reader_init(&r, &m->chat, NULL);
+    for (size_t i = 0; i < n && !stop; i++) {
+        const int before = r.messages;
+        const Read read = reader_push(&r, m->token_of[(unsigned char)data[i]], &shown);
+        stop = read.stop;
+        if (!stop && read.closed != (r.messages > before)) problem = "closes a message that it does not report";
+    }
+    if (!stop) reader_end(&r, &shown);
+    for (int i = 0; i < r.messages; i++) {
+        const Message *message = r.message + i;
+        Error e;
+        cJSON *json = json_parse(message->content.data, message->content.n, "arguments", &e);
+        if (kind_of(message) == CALL && !cJSON_IsObject(json)) problem = "calls without an object";
+        cJSON_Delete(json);
+        bytes_add(&contents, message->content.data, message->content.n);
+    }
+    if (utf8_check(shown.data, shown.n) < shown.n) problem = "shows what is not UTF-8";
+    if (contents.n != shown.n || (shown.n && memcmp(contents.data, shown.data, shown.n)))
+        problem = "shows something else than the contents";
+    reader_free(&r);
+    bytes_free(&shown), bytes_free(&contents);
+    return problem;
 }
 #endif
 
