@@ -72,6 +72,13 @@ int (*const choose)(const Models *here) = list_choose;
 int (*const choose)(const Models *here) = NULL;
 #endif
 
+#ifdef ROOM_json
+extern const Keeping json_keeping;
+const Keeping *const keeping = &json_keeping;
+#else
+const Keeping *const keeping = NULL;
+#endif
+
 #ifdef ROOM_terminal
 extern const Terminal libedit_terminal;
 const Terminal *const terminal = &libedit_terminal;

@@ -350,6 +350,8 @@ struct Stream {
      * them; they still are what it set last in this or another stream. The draw waits no longer than a second, in which
      * `take` of other streams runs, too. NULL: all may come. */
     void (*allow)(Stream *s, uint32_t *bits);
+    /* Appends tokens that must come next, if that is certain: they are read at once. Called behind `allow`; or NULL. */
+    void (*forced)(Stream *s, Ids *more);
     uint64_t salt; /* it shares kept pages only with texts of the same salt: 0, or its highest bit is set */
     Want want;     /* WANT_LOGITS: `take` gets the logits of drawn tokens; WANT_ALL_LOGITS: those of the prompt too */
     size_t published; /* position of the next token that `take` gets. To skip a prompt's beginning, set it */
@@ -365,6 +367,9 @@ struct Stream {
     int slot, drawing; /* drawing: draws that are not collected yet */
     bool nan;          /* a NaN ended it, or the logits of its prompt hold one */
     bool stopped;      /* a token of `stop` ended it */
+    struct Rule *rule; /* of Keeping: what it keeps, or NULL; how far it is, after so many tokens */
+    int state;
+    size_t kept;
 };
 
 typedef struct Scheduler Scheduler;
@@ -389,6 +394,24 @@ bool scheduler_run(Scheduler *s, Stream *t, const volatile sig_atomic_t *stop, E
 /* Runs n tokens for their logits: `take` gets the tokens from position `from` on, then one more, drawn greedily. */
 bool scheduler_score(Scheduler *s, const int *ids, size_t n, size_t from, Take *take, void *owner, Error *e);
 SchedulerState scheduler_state(const Scheduler *s);
+
+/* ---- answers that keep a schema: json/ ---- */
+
+typedef struct Rule Rule;
+typedef struct Session Session;
+typedef struct {
+    /* What the answer to a request must keep: a schema, a pattern or choices for its text (response_format,
+     * guided_json,
+     * ..., structured_outputs), strict tools, or a call that is forced, of function `name` or of any if that is NULL.
+     * talk: the conversation with its tools, or NULL for a text. NULL and e->code 0: nothing. Else USAGE with field,
+     * keyword and place. Any thread may call it; it takes milliseconds. */
+    Rule *(*make)(const Session *m, const cJSON *request, const Conversation *talk, bool force, const char *name,
+                  Error *e);
+    void (*keep)(Rule *r, Stream *s, size_t begin); /* a stream, whose answer begins at this token, keeps the rule */
+    bool (*whole)(Stream *s);                       /* may its text end here? For the thread that runs the scheduler */
+    void (*drop)(Rule *r);                          /* for what `make` returned, and for each stream that kept it */
+} Keeping;
+extern const Keeping *const keeping; /* or NULL; extensions.c */
 
 /* ---- commands ---- */
 
@@ -420,7 +443,7 @@ enum {
     NEED_CHECKPOINT = 4, /* config and weights */
     USE_TOKENIZER = 8    /* if there is one */
 };
-typedef struct {
+struct Session {
     char *dir, *name; /* its path, and its name as the user gave it */
     Tokenizer *tokenizer;
     Chat chat; /* if has_chat */
@@ -435,7 +458,7 @@ typedef struct {
     bool quiet;     /* nothing is said of loading */
     char where[64]; /* "GPU 0 (14.1 GB of 139.8 GB)" */
     double seconds; /* that loading took */
-} Session;
+};
 
 /* Finds a model, or the only one there is if `model` is NULL, and opens the parts in `need`. A session is static and
  * never closed: what it holds goes with the process. */

@@ -842,7 +842,7 @@ bool model_runs(const char *path, Error *e) {
 
 Settings settings;
 static struct { /* of play */
-    const char *prompt, *file, *system, *effort, *date;
+    const char *schema, *prompt, *file, *system, *effort, *date;
     Texts stop;
     int context;
     bool hide_thinking, raw, json;
@@ -879,6 +879,7 @@ static const Option play_options[] = {
     {'e', "effort", "LEVEL", TEXT, &given.effort,
      .help = "how long it thinks: low, medium or high; none, if the model can skip it"},
     {0, "stop", "TEXT", TEXTS, &given.stop, .most = 16, .help = "end an answer before TEXT; can be repeated"},
+    {0, "schema", "FILE", TEXT, &given.schema, .help = "a JSON schema that the answer satisfies"},
     {0, "hide-thinking", NULL, SWITCH, &given.hide_thinking, .help = "do not show the reasoning"},
     {0, "raw", NULL, SWITCH, &given.raw, .help = "continue the text without a chat format"},
     {0, "date", "D", TEXT, &given.date, .help = "the date in the prompt (today); none: no date"},
@@ -1283,6 +1284,18 @@ static bool keep_answer(Answer *a, Error *e) {
     return true;
 }
 
+/* Lets the answer keep the schema of --schema, if there is one. */
+static bool keep_schema(Play *p, Stream *t, Error *e) {
+    if (!given.schema) return true;
+    if (!keeping) return fail(e, USAGE, "--schema: this build has no json/");
+    LocalJson schema = json_read(given.schema, 1 << 24, e);
+    if (!schema) return false;
+    LocalJson request = json_object("guided_json", cJSON_Duplicate(schema, true), NULL);
+    Rule *rule = keeping->make(&p->m, request, p->chat ? &p->talk : NULL, false, NULL, e);
+    if (!rule) return fail(e, USAGE, "%s%s", given.schema, e->text + begins(e->text, "guided_json"));
+    return keeping->keep(rule, t, t->prompt), keeping->drop(rule), true;
+}
+
 /* Generates and shows the next message of the conversation. True if there is one, even if it is only a beginning. */
 static bool answer(Answer *a, Error *e) {
     Play *p = a->p;
@@ -1295,6 +1308,7 @@ static bool answer(Answer *a, Error *e) {
     t->prompt = t->tokens.n;
     a->reader.decoder.begun = t->prompt > 1; /* more than a beginning-of-text token */
     if (p->chat) reader_init(&a->reader, &p->m.chat, &p->talk);
+    if (!keep_schema(p, t, e)) return false;
     show_waiting(p, t->prompt);
     a->since = seconds();
     bool ok = scheduler_run(p->m.scheduler, t, &interrupted, e) && keep_answer(a, e);
@@ -1353,6 +1367,7 @@ int converse(Play *p) {
     }
     if (!ok) put_text(stderr, RED, "", e.text);
     if (p->loop) puts("");
+    if (a.stream.rule) keeping->drop(a.stream.rule);
     ids_free(&a.stream.tokens);
     reader_free(&a.reader);
     bytes_free(&a.text);

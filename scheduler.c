@@ -324,9 +324,22 @@ static bool collect_step(Scheduler *s, Error *e) {
     return true;
 }
 
+/* Publishes the tokens that must come next to stream i of a step. The draw that is computed for them does not count. A
+ * stream that ended is no longer in the step. */
+static void take_forced(Scheduler *s, const Step *p, int i) {
+    LocalIds more = {0};
+    Stream *t = p->stream[i];
+    t->forced(t, &more);
+    t->drawing -= more.n > 0;
+    for (size_t k = 0; k < more.n && (t = p->stream[i]); k++) {
+        ids_add(&t->tokens, more.data[k]);
+        publish(s, t, t->tokens.n - 1, more.data[k], NULL);
+    }
+}
+
 /* Says which tokens the step just submitted may draw; all before them are known now. A draw for a stream that was
  * removed must not wait either. */
-static void allow_tokens(const Scheduler *s) {
+static void allow_tokens(Scheduler *s) {
     const Step *p = s->step + (s->now.steps - 1) % 2;
     const Allowed *to = &s->engine->allowed;
     const size_t words = howmany((size_t)s->engine->model->vocab, 32);
@@ -334,6 +347,7 @@ static void allow_tokens(const Scheduler *s) {
         if (!p->sampling[i].allowed) continue;
         if (p->stream[i]) p->stream[i]->allow(p->stream[i], to->bits + (size_t)p->slot[i] * words);
         __atomic_store_n(to->ready + p->slot[i], p->sampling[i].allowed, __ATOMIC_RELEASE);
+        if (p->stream[i] && p->stream[i]->forced && p->want[i] == WANT_TOKEN) take_forced(s, p, i);
     }
 }
 

@@ -99,12 +99,13 @@ int any_object_node(Grammar *g);
 
 /* ---- mask.c ---- */
 
-/* All tokens of a model, for every grammar. A grammar reads control[i] as the bytes CONTROL and i; other control tokens
- * never come. ids: of the model. */
+/* All tokens of a model, for every grammar. Control tokens, and those listed, read as the byte CONTROL and three more,
+ * which no text has. ids: of the model. */
 enum { CONTROL = 0xFF };
 typedef struct Vocabulary Vocabulary;
 Vocabulary *vocabulary_open(const Tokenizer *t, int ids, const int *control, int controls);
 void vocabulary_close(Vocabulary *v);                                /* or NULL */
+Bytes token_text(const Vocabulary *v, int id);                       /* as grammars read it; not a copy */
 int state_token(Grammar *g, const Vocabulary *v, int state, int id); /* DEAD: it cannot come here */
 /* The tokens that may come next: token i is bit i % 32 of word i / 32. Kept until a later call. */
 const uint32_t *state_tokens(Grammar *g, const Vocabulary *v, int state);

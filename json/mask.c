@@ -148,9 +148,10 @@ Vocabulary *vocabulary_open(const Tokenizer *t, int ids, const int *control, int
         int c = 0;
         while (c < controls && control[c] != id) c++;
         v->begin[id] = (int)v->text.n;
-        if (c < controls)
-            bytes_add(&v->text, (const char[]){CONTROL, (char)c}, 2);
-        else if (!tokenizer_is_control(t, id))
+        if (c < controls || tokenizer_is_control(t, id))
+            bytes_add(&v->text,
+                      (const char[]){(char)CONTROL, (char)(id >> 14), (char)(id >> 7 & 127), (char)(id & 127)}, 4);
+        else
             tokenizer_bytes(t, &(Decoder){.begun = true}, id, &v->text);
         const size_t size = v->text.n - (size_t)v->begin[id];
         if (size && size <= MOST_BYTES) v->token[v->size++] = id;
@@ -168,9 +169,14 @@ void vocabulary_close(Vocabulary *v) {
     free(v->node), free(v->token), free(v->begin), free(v->inside), free(v->longer), free(v->exit), free(v);
 }
 
+Bytes token_text(const Vocabulary *v, int id) {
+    if (id < 0 || id >= v->ids) return (Bytes){0};
+    return (Bytes){.data = v->text.data + v->begin[id], .n = (size_t)(v->begin[id + 1] - v->begin[id])};
+}
+
 int state_token(Grammar *g, const Vocabulary *v, int state, int id) {
-    if (id < 0 || id >= v->ids || v->begin[id] == v->begin[id + 1]) return DEAD;
-    return state_run(g, state, v->text.data + v->begin[id], (size_t)(v->begin[id + 1] - v->begin[id]));
+    const Bytes text = token_text(v, id);
+    return text.n ? state_run(g, state, text.data, text.n) : DEAD;
 }
 
 /* ---- masks ---- */

@@ -1,0 +1,391 @@
+/* keep.c: the rules that answers keep, from what a request asks for: a schema, a pattern or choices for the text,
+ * strict tools, or a call that is forced. A rule is a grammar of the whole answer, thoughts and control tokens
+ * included: inside of a thought anything may come, and the answer ends only where the grammar does. host.h has the
+ * socket. */
+#include "json.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MOST_RULES = 32, MOST_TEXT = 1000000, MOST_STATES = 500000, MOST_FORCED = 256 };
+
+struct Rule {
+    Grammar g;
+    int start, users; /* users: streams, and makers; `kept` counts as one */
+    char *key;        /* what it was made of */
+    Rule *next;
+};
+
+/* The rules that are kept, the last used one first. A lock guards the list and `users`. A grammar belongs to the thread
+ * that compiles it, and then to the thread that runs the scheduler. */
+static struct {
+    pthread_mutex_t lock;
+    Rule *rules;
+    Vocabulary *words;
+    const Session *session;
+} kept = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+typedef struct { /* a rule being made */
+    Grammar *g;
+    const Session *m;
+    const cJSON *request;
+    const Conversation *talk; /* NULL: a text */
+    bool force;
+    const char *name; /* of the function to call, or NULL */
+    Error *e;
+} Maker;
+
+/* ---- parts of answers ---- */
+
+static int token_node(Grammar *g, int id) {
+    const Bytes text = token_text(kept.words, id);
+    return text_node(g, text.data, text.n);
+}
+
+/* Text in which names of tokens, <...>, stand for these tokens. */
+static int piece(const Maker *m, const char *text) {
+    LocalIds parts = {0};
+    for (size_t n; *text; text += n) {
+        n = *text == '<' ? strcspn(text, ">") + 1 : strcspn(text, "<");
+        LocalText part = copy_text(text, n);
+        const int id = *text == '<' ? tokenizer_added(m->m->tokenizer, part) : -1;
+        ids_add(&parts, id >= 0 ? token_node(m->g, id) : text_node(m->g, part, n));
+    }
+    return list_node(m->g, SEQ, parts.data, (int)parts.n);
+}
+
+static int optional(Grammar *g, int node) { return repeat_node(g, node, 0, 1); }
+
+/* Any text without control tokens; `first`: or one that does not begin with these characters. */
+static int anything(Grammar *g, const char *not_first) {
+    uint32_t set[8], first[8];
+    memset(set, -1, sizeof set);
+    set[CONTROL / 32] &= ~(1u << CONTROL % 32);
+    memcpy(first, set, sizeof first);
+    for (const char *s = not_first; *s; s++) first[*s / 32] &= ~(1u << *s % 32);
+    const int all = repeat_node(g, set_node(g, set), 0, ENDLESS);
+    return *not_first ? optional(g, seq_node(g, set_node(g, first), all)) : all;
+}
+
+static int ends(const Maker *m) {
+    const Ids *stop = &m->m->checkpoint.stop;
+    LocalIds cases = {0};
+    for (size_t i = 0; i < stop->n; i++) ids_add(&cases, token_node(m->g, stop->data[i]));
+    return list_node(m->g, ALT, cases.data, (int)cases.n);
+}
+
+/* ---- what the text must be ---- */
+
+static int refuse(const Maker *m, const char *what, const char *why) {
+    if (!m->e->code) fail(m->e, USAGE, "%s %s", what, why);
+    return NEVER;
+}
+
+static int schema(const Maker *m, const cJSON *value, const char *name) {
+    LocalJson parsed = cJSON_IsString(value) /* as some clients send guided_json */
+                           ? json_parse(value->valuestring, strlen(value->valuestring), name, m->e)
+                           : NULL;
+    LocalText text = json_text(value);
+    if (strlen(text) > MOST_TEXT) return refuse(m, name, "has more than 1,000,000 bytes");
+    if (cJSON_IsString(value) && !parsed) return m->e->code = USAGE, NEVER;
+    const int node = schema_node(m->g, parsed ? parsed : value, name, m->e);
+    return node < 0 ? NEVER : node;
+}
+
+static int regex(const Maker *m, const cJSON *value, const char *name) {
+    const char *pattern = cJSON_GetStringValue(value), *bad;
+    size_t at;
+    if (!pattern || strlen(pattern) > MOST_TEXT) return refuse(m, name, "is not a text of at most 1,000,000 bytes");
+    const int node = pattern_node(m->g, pattern, false, &bad, &at);
+    LocalText why = text_print("has %s at byte %zu, which is not supported", bad ? bad : "", at);
+    return bad ? refuse(m, name, why) : node;
+}
+
+static int choices(const Maker *m, const cJSON *value, const char *name) {
+    LocalIds cases = {0};
+    const cJSON *each;
+    cJSON_ArrayForEach(each, value) {
+        if (!cJSON_IsString(each)) return refuse(m, name, "is not an array of texts");
+        ids_add(&cases, text_node(m->g, each->valuestring, strlen(each->valuestring)));
+    }
+    return cases.n ? list_node(m->g, ALT, cases.data, (int)cases.n) : refuse(m, name, "has no text");
+}
+
+/* The text's grammar, or -1: anything. */
+static int content(const Maker *m) {
+    const cJSON *format = json_get(m->request, "response_format"), *many = json_get(m->request, "structured_outputs");
+    const char *type = json_string(format, "type");
+    int node = -1, found = 0;
+    if (format && !(type && text_listed("text json_object json_schema", type)))
+        return refuse(m, "response_format", "needs the type text, json_object or json_schema");
+    if (same(type, "json_object")) node = any_object_node(m->g), found++;
+    if (same(type, "json_schema")) {
+        const cJSON *own = cJSON_GetObjectItemCaseSensitive(json_get(format, "json_schema"), "schema");
+        node = own ? schema(m, own, "response_format") : refuse(m, "response_format", "needs json_schema.schema");
+        found++;
+    }
+    static const char *const keys[] = {"json", "regex", "choice"};
+    for (int i = 0; i < 6; i++) {
+        LocalText name = text_print(i % 2 ? "structured_outputs.%s" : "guided_%s", keys[i / 2]);
+        const cJSON *value = i % 2 ? json_get(many, keys[i / 2]) : json_get(m->request, name);
+        if (!value) continue;
+        node = i / 2 == 0 ? schema(m, value, name) : i / 2 == 1 ? regex(m, value, name) : choices(m, value, name);
+        found++;
+    }
+    if (json_true(many, "json_object")) node = any_object_node(m->g), found++;
+    const cJSON *each;
+    cJSON_ArrayForEach(
+        each, many) if (!text_listed("json regex choice json_object", each->string) &&
+                        !cJSON_IsNull(each)) return refuse(m, "structured_outputs",
+                                                           "has a member besides json, regex, choice and json_object");
+    return found > 1 ? refuse(m, "response_format", "and its other names can be given once only") : node;
+}
+
+/* ---- calls ---- */
+
+static bool is_strict(const cJSON *tool) {
+    return json_true(json_get(tool, "function"), "strict") || json_true(tool, "strict");
+}
+
+/* The arguments of a function: what its schema allows if it is strict; of another, any object if that is not known. */
+static int arguments(const Maker *m, const cJSON *tool, int i) {
+    const cJSON *parameters = json_get(json_get(tool, "function"), "parameters");
+    LocalText name = text_print("tools[%d].function.parameters", i);
+    if (!is_strict(tool) && !m->force) return any_object_node(m->g);
+    if (!parameters) return text_node(m->g, "{}", 2);
+    const int node = schema(m, parameters, name);
+    if (!m->e->code || is_strict(tool)) return node;
+    m->e->code = 0;
+    return any_object_node(m->g);
+}
+
+/* How a call ends in other formats than harmony: as the model's template writes one. */
+static int call_end(const Maker *m, const char *name) {
+    static const char mark[] = "\"QQ\"}";
+    LOCAL(conversation_free) Conversation talk = {0};
+    LocalIds ids = {0};
+    LocalBytes text = {0};
+    Error e;
+    conversation_init(&talk);
+    talk.request = cJSON_Duplicate(m->talk->request, true);
+    conversation_add(&talk, "user", NULL, "x", 1);
+    *message_new(&talk.message, &talk.messages) = call_of(name);
+    bytes_text(&talk.message[1].content, "{\"q\": \"QQ\"}");
+    if (!chat_render(&m->m->chat, &talk, false, &ids, &e)) return *m->e = e, NEVER;
+    for (size_t i = 0, found = 0; i < ids.n; i++) {
+        const Bytes token = token_text(kept.words, ids.data[i]);
+        bytes_add(&text, token.data, token.n);
+        char *at = found ? NULL : memmem(text.data, text.n, mark, strlen(mark));
+        if (at) found = (size_t)(at - text.data) + strlen(mark);
+        for (size_t k = 0; found && k < m->m->checkpoint.stop.n; k++)
+            if (m->m->checkpoint.stop.data[k] == ids.data[i]) return text_node(m->g, text.data + found, text.n - found);
+    }
+    return refuse(m, "tools:", "this model's calls are not written in JSON, so their arguments cannot be held to");
+}
+
+/* Calls of one of the functions that may come. */
+static int calls(const Maker *m, bool harmony_format) {
+    LocalIds cases = {0};
+    const cJSON *tool;
+    int i = 0;
+    cJSON_ArrayForEach(tool, tools_of(m->talk)) {
+        const char *name = json_string(json_get(tool, "function"), "name");
+        const int given = name && (!m->name || same(name, m->name)) ? arguments(m, tool, i) : NEVER;
+        i++;
+        if (given == NEVER || m->e->code) continue;
+        LocalIds begin = {0}, parts = {0};
+        LocalText first = text_print("<|channel|>commentary to=functions.%s", name);
+        LocalText second = text_print(" to=functions.%s<|channel|>commentary", name);
+        const int type = alt_node(m->g, piece(m, " <|constrain|>json"), piece(m, " json"));
+        if (harmony_format) {
+            ids_add(&cases, seq_node(m->g, alt_node(m->g, piece(m, first), piece(m, second)), optional(m->g, type),
+                                     piece(m, "<|message|>"), given, piece(m, "<|call|>")));
+            continue;
+        }
+        if (!chat_force(&m->m->chat, "none", name, &begin, m->e)) return NEVER;
+        for (size_t k = 0; k < begin.n; k++) ids_add(&parts, token_node(m->g, begin.data[k]));
+        ids_add(&cases, seq_node(m->g, list_node(m->g, SEQ, parts.data, (int)parts.n), given, call_end(m, name)));
+    }
+    return list_node(m->g, ALT, cases.data, (int)cases.n);
+}
+
+/* ---- whole answers ---- */
+
+/* The prompt ends with <|start|>assistant. Thoughts come first; preambles only if nothing is asked of the text. */
+static int harmony_answer(const Maker *m, int text, int called) {
+    Grammar *g = m->g;
+    const int any = anything(g, ""), next = piece(m, "<|end|><|start|>assistant");
+    const int thought = seq_node(g, piece(m, "<|channel|>analysis<|message|>"), any, next);
+    const int preamble = seq_node(g, piece(m, "<|channel|>commentary<|message|>"), any, next);
+    const int type = optional(g, piece(m, " <|constrain|>json"));
+    const int final = seq_node(g, piece(m, "<|channel|>final"), type, piece(m, "<|message|>"), text < 0 ? any : text,
+                               piece(m, "<|return|>"));
+    const int before = repeat_node(g, alt_node(g, thought, text < 0 ? preamble : NEVER), 0, ENDLESS);
+    return seq_node(g, before, alt_node(g, m->force ? NEVER : final, called));
+}
+
+/* The prompt may end inside of a thought, or the answer may begin with one. */
+static int other_answer(const Maker *m, int text, int called) {
+    Grammar *g = m->g;
+    const Chat *chat = &m->m->chat;
+    const int open = chat->control[0], close = chat->control[1]; /* the marks of a thought, see formats/answers.h */
+    const uint32_t white[8] = {1u << '\n', 1u << (' ' - 32)};
+    const int space = repeat_node(g, set_node(g, white), 0, 4), any = anything(g, ""), end = ends(m);
+    const bool quiet = same(m->talk->effort, "none"), inside = chat_thinks(chat, m->talk->effort);
+    int thought = NOTHING;
+    if (inside && close < 0) return refuse(m, "response_format", "cannot be held to: thoughts end without a token");
+    if (inside || (open >= 0 && close >= 0 && !quiet)) thought = seq_node(g, any, token_node(g, close));
+    if (!inside && thought != NOTHING) thought = optional(g, seq_node(g, token_node(g, open), thought));
+    const int said = text < 0 ? anything(g, called == NEVER ? "" : " \n{[<") : text;
+    const int final = m->force ? NEVER : seq_node(g, space, said, end);
+    return seq_node(g, thought, alt_node(g, final, seq_node(g, space, called)));
+}
+
+static int answer(const Maker *m) {
+    int text = content(m), called = NEVER;
+    bool strict = m->force;
+    const cJSON *tool;
+    if (!m->talk) return text < 0 ? -1 : seq_node(m->g, text, ends(m));
+    const bool harmony_format = m->m->chat.format == &harmony;
+    cJSON_ArrayForEach(tool, tools_of(m->talk)) strict |= is_strict(tool);
+    if (m->e->code || (text < 0 && !strict)) return -1;
+    if (tools_of(m->talk)) called = calls(m, harmony_format);
+    return harmony_format ? harmony_answer(m, text, called) : other_answer(m, text, called);
+}
+
+/* ---- rules ---- */
+
+/* Finds the rule with this key, and moves it to the front. The caller holds the lock. */
+static Rule *find_rule(const char *key) {
+    for (Rule **at = &kept.rules, *r; (r = *at); at = &r->next) {
+        if (strcmp(r->key, key)) continue;
+        *at = r->next, r->next = kept.rules, kept.rules = r;
+        return r->users++, r;
+    }
+    return NULL;
+}
+
+static void let_go(Rule *r) {
+    if (--r->users) return;
+    grammar_close(&r->g);
+    free(r->key), free(r);
+}
+
+static void drop(Rule *r) {
+    if (!r) return;
+    pthread_mutex_lock(&kept.lock);
+    let_go(r);
+    pthread_mutex_unlock(&kept.lock);
+}
+
+/* Puts a rule in front; the last one of too many goes, and any that has grown too large. */
+static void add_rule(Rule *r) {
+    int n = 0;
+    r->next = kept.rules, kept.rules = r, r->users++;
+    for (Rule **at = &kept.rules, *each; (each = *at);) {
+        const bool goes = n++ == MOST_RULES || each->g.state.begin.n > MOST_STATES;
+        if (!goes) at = &each->next;
+        if (goes) *at = each->next, let_go(each);
+    }
+}
+
+/* All of a request that a rule depends on. */
+static char *key_of(const Maker *m) {
+    static const char *const fields[] = {"response_format", "guided_json",        "guided_regex",
+                                         "guided_choice",   "structured_outputs", "tools"};
+    LocalBytes key = {0};
+    bool any = m->force;
+    for (int i = 0; i < 6; i++) {
+        const cJSON *value = json_get(i == 5 && m->talk ? m->talk->request : m->request, fields[i]);
+        LocalText text = value ? json_text(value) : NULL;
+        any |= value != NULL;
+        bytes_print(&key, "%s\n", text ? text : "");
+    }
+    const bool thinks = m->talk && !same(m->talk->effort, "none");
+    bytes_print(&key, "%d%d%d%s", m->talk != NULL, m->force, thinks, m->name ? m->name : "");
+    return any ? copy_text(key.data, key.n) : NULL;
+}
+
+static void open_words(const Session *m) {
+    LocalIds control = {0};
+    if (kept.session == m) return;
+    if (m->has_chat) ids_append(&control, m->chat.control, CONTROLS);
+    ids_append(&control, m->checkpoint.stop.data, m->checkpoint.stop.n);
+    kept.words = vocabulary_open(m->tokenizer, m->checkpoint.model.vocab, control.data, (int)control.n);
+    kept.session = m;
+}
+
+static Rule *make(const Session *m, const cJSON *request, const Conversation *talk, bool force, const char *name,
+                  Error *e) {
+    Maker maker = {.m = m, .request = request, .talk = talk, .force = force, .name = name, .e = e};
+    e->code = 0;
+    LocalText key = key_of(&maker);
+    if (!key) return NULL;
+    pthread_mutex_lock(&kept.lock);
+    open_words(m);
+    Rule *r = find_rule(key);
+    pthread_mutex_unlock(&kept.lock);
+    if (r) return r;
+    r = allocate_zero(1, sizeof *r);
+    r->key = copy_text(key, strlen(key)), r->users = 1, maker.g = &r->g;
+    grammar_open(&r->g);
+    const int node = answer(&maker);
+    if (!e->code && node >= 0 && !grammar_settle(&r->g, node)) refuse(&maker, "response_format", "allows no answer");
+    if (e->code || node < 0) return drop(r), NULL;
+    r->start = state_start(&r->g, node);
+    prepare_masks(&r->g, kept.words);
+    state_tokens(&r->g, kept.words, r->start);
+    pthread_mutex_lock(&kept.lock);
+    add_rule(r);
+    pthread_mutex_unlock(&kept.lock);
+    return r;
+}
+
+/* ---- streams ---- */
+
+static int state_now(Stream *s) {
+    for (; s->kept < s->tokens.n; s->kept++)
+        s->state = state_token(&s->rule->g, kept.words, s->state, s->tokens.data[s->kept]);
+    return s->state;
+}
+
+/* Behind its end, which only ignore_eos passes, a text is free. */
+static void allow(Stream *s, uint32_t *bits) {
+    const size_t words = ((size_t)kept.session->checkpoint.model.vocab + 31) / 32;
+    const int state = state_now(s);
+    const uint32_t *row = state_tokens(&s->rule->g, kept.words, state);
+    uint32_t any = 0;
+    for (size_t i = 0; i < words; i++) any |= row[i];
+    any ? memcpy(bits, row, words * sizeof *row) : memset(bits, -1, words * sizeof *row);
+}
+
+/* The bytes that must come, as tokens. The last one is left out: it may be part of a longer one with what follows. */
+static void forced(Stream *s, Ids *more) {
+    LocalBytes text = {0};
+    Grammar *g = &s->rule->g;
+    Error e;
+    for (int state = state_now(s), byte; text.n < MOST_FORCED; state = state_step(g, state, (unsigned char)byte)) {
+        if ((byte = state_forced(g, state)) < 0 || byte == CONTROL) break;
+        bytes_add(&text, (const char[]){(char)byte}, 1);
+    }
+    if (text.n < 2 || utf8_check(text.data, text.n) < text.n) return;
+    if (tokenizer_encode(kept.session->tokenizer, text.data, text.n, 0, more, &e)) more->n -= more->n > 0;
+    if (more->n < 2) more->n = 0; /* the mask does as well */
+}
+
+static void begin_to_keep(Rule *r, Stream *s, size_t begin) {
+    pthread_mutex_lock(&kept.lock);
+    r->users++;
+    pthread_mutex_unlock(&kept.lock);
+    s->rule = r, s->state = r->start, s->kept = begin;
+    s->allow = allow, s->forced = forced;
+}
+
+/* May the text end here, or has it ended? Control tokens come only behind what must be whole. */
+static bool whole(Stream *s) {
+    const int state = state_now(s);
+    return !state || s->rule->g.of[state].ends || state_step(&s->rule->g, state, CONTROL);
+}
+
+const Keeping json_keeping = {make, begin_to_keep, whole, drop};
