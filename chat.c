@@ -197,7 +197,7 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
         const char *name = json_string(json_get(each, "function"), "name");
         if (!check_word("tool's function.name", name, e)) return fail(e, USAGE, "tools: %s", e->text);
     }
-    if (format && (schema || !json_is(format, "type", "text")) &&
+    if (format && (schema || !(json_is(format, "type", "text") || json_is(format, "type", "json_object"))) &&
         (!json_is(format, "type", "json_schema") || !json_string(schema, "name") || !json_get(schema, "schema")))
         return fail(e, USAGE, "response_format needs the type json_schema, json_schema.name and json_schema.schema");
     if (!cJSON_IsArray(messages)) return fail(e, USAGE, "messages is not an array");

@@ -330,7 +330,8 @@ static void take_forced(Scheduler *s, const Step *p, int i) {
     LocalIds more = {0};
     Stream *t = p->stream[i];
     t->forced(t, &more);
-    t->drawing -= more.n > 0;
+    if (!more.n || !take_pages(s, t, t->tokens.n + more.n)) return;
+    t->drawing--;
     for (size_t k = 0; k < more.n && (t = p->stream[i]); k++) {
         ids_add(&t->tokens, more.data[k]);
         publish(s, t, t->tokens.n - 1, more.data[k], NULL);

@@ -147,14 +147,15 @@ Vocabulary *vocabulary_open(const Tokenizer *t, int ids, const int *control, int
     for (int id = 0; id < n; id++) {
         int c = 0;
         while (c < controls && control[c] != id) c++;
+        const bool marks = c < controls || tokenizer_is_control(t, id);
+        const char mark[] = {(char)CONTROL, (char)(id >> 14), (char)(id >> 7 & 127), (char)(id & 127)};
         v->begin[id] = (int)v->text.n;
-        if (c < controls || tokenizer_is_control(t, id))
-            bytes_add(&v->text,
-                      (const char[]){(char)CONTROL, (char)(id >> 14), (char)(id >> 7 & 127), (char)(id & 127)}, 4);
-        else
-            tokenizer_bytes(t, &(Decoder){.begun = true}, id, &v->text);
+        marks ? bytes_add(&v->text, mark, 4) : tokenizer_bytes(t, &(Decoder){.begun = true}, id, &v->text);
         const size_t size = v->text.n - (size_t)v->begin[id];
-        if (size && size <= MOST_BYTES) v->token[v->size++] = id;
+        const bool like =
+            !marks && size && memchr(v->text.data + v->begin[id], CONTROL, size); /* no text is like one */
+        if (like) v->text.n = (size_t)v->begin[id];
+        if (size && size <= MOST_BYTES && !like) v->token[v->size++] = id;
     }
     v->begin[n] = (int)v->text.n;
     qsort_r(v->token, (size_t)v->size, sizeof *v->token, by_bytes, v);

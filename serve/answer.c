@@ -200,6 +200,7 @@ void read_token(Choice *c, size_t position, int token, const float *logits, bool
     }
     if (prompt) c->shown = c->text.n; /* it may contain stop texts */
     c->cut = text_stops(&c->text, &c->shown, q->stop, q->stops, last);
-    const char *end = !stop ? "length" : c->calls_n ? "tool_calls" : "stop";
-    if (c->cut || last) c->finish = c->cut ? "stop" : end;
+    const char *end = !stop && !c->cut ? "length" : c->calls_n && !c->cut ? "tool_calls" : "stop";
+    const bool whole = !c->cut || !c->stream.rule || keeping->whole(&c->stream);
+    if (c->cut || last) c->finish = whole ? end : "length";
 }

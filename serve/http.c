@@ -373,6 +373,7 @@ void end_request(Request *q) {
     for (Choice *c = q->choice; c && c < q->choice + q->choices; c++) {
         bytes_free(&c->text), bytes_free(&c->thoughts);
         cJSON_Delete(c->calls), cJSON_Delete(c->scores);
+        if (c->stream.rule) keeping->drop(c->stream.rule);
         ids_free(&c->stream.tokens);
         reader_free(&c->reader);
     }

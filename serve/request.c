@@ -37,9 +37,10 @@ bool is_model(Request *q, const char *name) {
 static const char of_answers[] =
     "stream stream_options n best_of max_tokens max_completion_tokens logprobs top_logprobs seed top_k temperature "
     "top_p min_p repetition_penalty frequency_penalty presence_penalty stop logit_bias ignore_eos cache_salt user "
-    "safety_identifier metadata prompt_cache_key prediction";
+    "safety_identifier metadata prompt_cache_key prediction response_format guided_json guided_regex guided_choice "
+    "structured_outputs";
 static const char of_chats[] =
-    "messages tools tool_choice parallel_tool_calls response_format reasoning_effort chat_template_kwargs date "
+    "messages tools tool_choice parallel_tool_calls reasoning_effort chat_template_kwargs date "
     "model_identity knowledge_cutoff channels bare keep_analysis";
 
 /* Fields of other servers that are refused with advice, unless their value follows a = here: it changes nothing. A
@@ -58,7 +59,7 @@ static const struct {
      "use temperature, top_p, top_k or min_p"},
     {" allowed_token_ids= bad_words=[] logits_processors= logit_processors= custom_logit_processor=", "use logit_bias"},
     {" min_tokens=0 min_new_tokens=0", "use ignore_eos with max_tokens"},
-    {" guided_json= guided_regex= guided_choice= guided_grammar= structured_outputs= grammar= json_schema= regex= "
+    {" guided_grammar= grammar= json_schema= regex= "
      "ebnf= "
      "format=",
      "use response_format"},
@@ -91,7 +92,7 @@ static const struct {
 static const char in_chats[] = " add_special_tokens=false add_generation_prompt=true skip_special_tokens=true";
 static const char in_texts[] =
     " add_special_tokens=true add_generation_prompt=true max_completion_tokens= top_logprobs=0 tools=[] "
-    "tool_choice=\"none\" tool_choice=\"auto\" response_format={\"type\":\"text\"}";
+    "tool_choice=\"none\" tool_choice=\"auto\"";
 
 /* Is the field in a list with values, and is its value one of them? */
 static bool is_in(const char *list, const cJSON *field, bool *accepted) {
@@ -373,34 +374,56 @@ static bool take_template_values(Request *q, Conversation *talk) {
            fail(&q->error, 400, "chat_template_kwargs may have only enable_thinking or thinking, and reasoning_effort");
 }
 
-/* Reads a conversation and renders it. The answer begins at token *begin: the beginning of a forced call belongs to
- * it. */
-static bool render(Request *q, Conversation *talk, Ids *ids, size_t *begin) {
-    bool force = false;
-    const char *name = NULL;
+typedef struct {
+    bool force;       /* the answer is a call, */
+    const char *name; /* of this function, or of any */
+    size_t begin;     /* the token where it begins */
+} Answering;
+
+/* Reads a conversation and renders it. The beginning of a forced call belongs to the answer. */
+static bool render(Request *q, Conversation *talk, Ids *ids, Answering *to) {
     const Chat *chat = &server.s.chat;
     const bool prompt = flag(q, "add_generation_prompt", true); /* /tokenize alone takes it */
     Error *e = &q->error;
     if (!server.s.has_chat) return fail(e, 400, "%s has no chat format: send a text to /v1/completions", server.name);
-    if (e->code || !take_tools(q, &force, &name) || !check_length(q)) return false;
+    if (e->code || !take_tools(q, &to->force, &to->name) || !check_length(q)) return false;
     conversation_init(talk);
     if (!conversation_parse(talk, q->json, e) || !take_template_values(q, talk)) return false;
     if (!talk->messages && !talk->instructions) return fail(e, 400, "messages is empty");
+    if (keeping && !chat->schemas) /* the prompt cannot show it; the answer keeps it */
+        cJSON_DeleteItemFromObjectCaseSensitive(talk->request, "response_format");
     if (!chat_render(chat, talk, prompt, ids, e)) return false;
-    *begin = ids->n;
-    return !force || !prompt || chat_force(chat, talk->effort, name, ids, e);
+    to->begin = ids->n;
+    return !to->force || !prompt || chat_force(chat, talk->effort, to->name, ids, e);
+}
+
+/* Lets the choices from `first` on keep what the request asks of the answer. talk: NULL for texts. */
+static bool keep_rule(Request *q, int first, const Conversation *talk, const Answering *to) {
+    static const char asks[] = "response_format guided_json guided_regex guided_choice structured_outputs";
+    const cJSON *each;
+    cJSON_ArrayForEach(
+        each, q->json) if (!keeping && text_listed(asks, each->string) &&
+                           !json_is(each, "type",
+                                    "text")) return fail(&q->error, 400,
+                                                         "%s is not supported: this server was built without json/",
+                                                         each->string);
+    Rule *rule = keeping ? keeping->make(&server.s, q->json, talk, to->force, to->name, &q->error) : NULL;
+    for (Choice *c = q->choice + first; rule && c < q->choice + q->choices; c++)
+        keeping->keep(rule, &c->stream, to->begin);
+    if (rule) keeping->drop(rule);
+    return !q->error.code;
 }
 
 static bool make_chat(Request *q) {
     LOCAL(conversation_free) Conversation talk = {0};
     LocalIds ids = {0};
-    size_t begin;
-    if (!render(q, &talk, &ids, &begin) || !add_choices(q, &ids)) return false;
+    Answering to = {0};
+    if (!render(q, &talk, &ids, &to) || !add_choices(q, &ids)) return false;
     for (Choice *c = q->choice; c < q->choice + q->choices; c++) {
         reader_init(&c->reader, &server.s.chat, &talk);
-        for (size_t i = begin; i < ids.n; i++) reader_push(&c->reader, ids.data[i], NULL);
+        for (size_t i = to.begin; i < ids.n; i++) reader_push(&c->reader, ids.data[i], NULL);
     }
-    return true;
+    return keep_rule(q, 0, &talk, &to);
 }
 
 /* Takes a prompt, a value of the request's `key`: a text, or an array of token ids. */
@@ -426,7 +449,10 @@ static bool make_completion(Request *q) {
     const cJSON *many = first_of_many(q), *each = many ? many : json_get(q->json, "prompt");
     do {
         LocalIds ids = {0};
-        if (!take_prompt(q, "prompt", each, WITH_TEMPLATE, &ids) || !add_choices(q, &ids)) return false;
+        const int first = q->choices;
+        if (!take_prompt(q, "prompt", each, WITH_TEMPLATE, &ids) || !add_choices(q, &ids) ||
+            !keep_rule(q, first, NULL, &(Answering){.begin = ids.n}))
+            return false;
     } while (many && (each = each->next));
     return true;
 }
@@ -446,10 +472,10 @@ bool make_choices(Request *q) {
 void to_tokens(Request *q) {
     LOCAL(conversation_free) Conversation talk = {0};
     LocalIds ids = {0};
-    size_t begin;
+    Answering to = {0};
     const int flags = flag(q, "add_special_tokens", false) ? WITH_TEMPLATE : 0;
     if (q->error.code) return;
-    if (json_get(q->json, "messages") ? !render(q, &talk, &ids, &begin)
+    if (json_get(q->json, "messages") ? !render(q, &talk, &ids, &to)
                                       : !take_prompt(q, "prompt", json_get(q->json, "prompt"), flags, &ids))
         return;
     bytes_print(&q->out, "{\"count\":%zu,\"max_model_len\":%d,\"tokens\":[", ids.n, server.s.engine.context);

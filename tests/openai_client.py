@@ -155,7 +155,7 @@ def tiny(client):
     raises(openai.BadRequestError, lambda: create(messages=ask, **{**how, "temperature": -1}), "temperature")
     raises(openai.BadRequestError, lambda: create(messages=[{"role": "user", "content": [
         {"type": "image_url", "image_url": {"url": "data:,"}}]}], **how), "messages[0].content")
-    raises(openai.BadRequestError, lambda: create(messages=ask, response_format={"type": "json_object"}, **how),
+    raises(openai.BadRequestError, lambda: create(messages=ask, response_format={"type": "xml"}, **how),
            "response_format")
     raises(openai.BadRequestError, lambda: create(messages=ask, modalities=["text", "audio"], **how), "modalities")
     raises(openai.BadRequestError, lambda: create(messages=[{"role": "user", "content": "x " * 9000}], **how),

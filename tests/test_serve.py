@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from test_chat import LOOKS_LIKE_CALLS, folder_of, speaker
 
-from helpers import (CHECKED, DATE, PARROT, PLAIN, TESTS, Skip, check_sanitizers, copy_model, each, expect, infer, needs,
+from helpers import (CHECKED, DATE, PARROT, PLAIN, TESTS, Skip, check_sanitizers, copy_model, each, expect, has, infer, needs,
                      patience, read_safetensors, refused, safetensors, same, start, until)
 
 NEEDS = ("serve",)  # rooms
@@ -506,7 +506,7 @@ def test_bad_bodies():
         for key, values in {"messages": [None, {}, [], [{}], [{"role": "x", "content": ""}], picture,
                                          [{"role": "tool", "content": "x"}]],
                             "tools": [{}, [{}], [{"function": {"name": ""}}], [{"type": "web_search"}]], "tool_choice": ["x", 5, {}, "required"],
-                            "response_format": [{"type": "json_object"}, {"type": "json_schema"}], "audio": [{}],
+                            "response_format": [{"type": "xml"}, {"type": "json_schema"}], "audio": [{}],
                             "modalities": [["audio"]], "top_logprobs": [2], "max_completion_tokens": [0],
                             "functions": [[{}]],
                             "reasoning_effort": ["much", 5], "model": [5],
@@ -535,7 +535,7 @@ def test_what_a_format_lacks_is_named(folder):
     tools = [{"type": "function", "function": {"name": "f"}}]
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}
     with Server(speaker("SmolLM2", folder, "Hi", "<|im_end|>")) as s:
-        for key, value in ("tools", tools), ("response_format", schema):
+        for key, value in [("tools", tools), *[("response_format", schema)] * (not has("json"))]:
             same(s.refuses(CHAT, {"messages": HELLO, key: value}, key, "ChatML")["param"], key)
 
 
@@ -549,23 +549,23 @@ def test_fields_that_are_not_supported():
             "min_tokens": ([0], [5]), "stop_token_ids": ([[]], [[5]]), "bad_words": ([[]], [["x"]]),
             "modalities": ([["text"]], [["audio"], "text"]), "function_call": (["auto", "none"], [name]),
             "documents": ([[]], [["x"]]), "functions": ([[]], [[{}]]),
-            "guided_json": ([], [{}]), "grammar": ([], ["x"]),
+            "guided_json": ([{}] * has("json"), [5]), "grammar": ([], ["x"]),
             "add_generation_prompt": ([True], [False]), "continue_final_message": ([False], [True]),
             "use_beam_search": ([False], [True]), "n": ([1], []), "stream_options": ([], []), "logit_bias": ([{}, []], []),
             "stop": ([[], ""], []), "unheard_of": ([], [5, False, {}]),
             "max_new_tokens": ([], [5]), "n_predict": ([], [5]), "num_predict": ([], [-1]), "stop_sequences": ([], [["x"]]),
             "do_sample": ([], [True]), "mirostat": ([0], [2]), "dry_multiplier": ([0], [0.8]), "allowed_token_ids": ([], [[1]]),
-            "structured_outputs": ([], [{}]), "regex": ([], ["x"]), "system": ([], ["x"]), "input": ([], ["x"]),
+            "structured_outputs": ([{"choice": ["a"]}] * has("json"), [{"x": 1}]), "regex": ([], ["x"]), "system": ([], ["x"]), "input": ([], ["x"]),
             "thinking": ([], [{"type": "enabled"}]), "reasoning": ([], [{"effort": "low"}]), "verbosity": (["medium"], ["low"]),
             "cache_prompt": ([True], [False]), "request_id": ([], ["x"]), "extra_body": ([], [{}]), "options": ([], [{}]),
             "num_ctx": ([], [5]), "service_tier": (["auto", "default"], ["flex"]), "store": ([False], [True]),
             "user": (["me"], []), "safety_identifier": (["me"], []), "metadata": ([{"a": "b"}], []),
             "prompt_cache_key": (["k"], []), "cache_salt": (["s"], ["", 5]), "web_search_options": ([], [{}]),
             "spaces_between_special_tokens": ([True], [False]), "detokenize": ([True], [False])}
-    text_only = {**both, "response_format": ([text], [schema, {**text, "x": 1}]), "tools": ([[]], [[{}]]),
+    text_only = {**both, "response_format": ([text], [{"type": "x"}]), "tools": ([[]], [[{}]]),
                  "echo": ([False], []), "top_logprobs": ([0], [2]), "add_special_tokens": ([True], [False]),
                  "skip_special_tokens": ([False, True], ["yes"]), "messages": ([], [HELLO]), "reasoning_effort": ([], ["low"])}
-    chat_only = {**both, "enable_thinking": ([True], [False, "no"]), "response_format": ([text], [schema]), "tools": ([[]], []), "echo": ([False], [True]),
+    chat_only = {**both, "enable_thinking": ([True], [False, "no"]), "response_format": ([text, *[schema] * has("json")], [{"type": "x"}]), "tools": ([[]], []), "echo": ([False], [True]),
                  "chat_template_kwargs": ([{}, {"enable_thinking": None, "x": None}, {"thinking": True, "enable_thinking": True}],
                                           [{"x": 1}, {"thinking": True, "enable_thinking": False}, {"enable_thinking": True, "x": 1}, 5, [], {"thinking": 5},
                                                  {"reasoning_effort": 5}]),
