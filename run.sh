@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The first command: installs what is missing, builds, plays.
-#   ./run.sh                 plays models/tiny
+#   ./run.sh                 plays models/tiny; without a terminal asks it one question, so that a script may go on
 #   ./run.sh play [...]      asks which model, or takes arguments of `infer play`
 #   ./run.sh download [...]  fetches a model from the hub (openai/gpt-oss-20b), arguments of `infer download`
 #   ./run.sh bench [...]     measures speed, arguments of `infer bench`
@@ -27,7 +27,13 @@ install_missing() {
     "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -q "${missing[@]}"
 }
 
-[ $# -gt 0 ] || set -- play models/tiny
+if [ $# -eq 0 ]; then
+    set -- play models/tiny
+    if [ ! -t 0 ] || [ ! -t 1 ]; then
+        set -- "$@" "What is 58213 + 947?" --temperature 0
+        exec </dev/null
+    fi
+fi
 command=$1
 shift
 case $command in
