@@ -26,14 +26,8 @@ bool fail(Error *e, int code, const char *format, ...) {
     return false;
 }
 
-void die(const Error *e) {
-    fflush(stdout);
-    fprintf(stderr, "infer: %s\n", e->text);
-    exit(e->code);
-}
-
 static void *checked(void *p) {
-    if (!p) die(&(Error){NO_ROOM, "out of memory: close other programs"});
+    if (!p) fputs("infer: out of memory: close other programs\n", stderr), exit(NO_ROOM);
     return p;
 }
 

@@ -32,7 +32,7 @@ typedef struct {
 
 /* Fills *e and returns false, so that a check reads `return fail(e, ...)`. */
 bool fail(Error *e, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
-/* Prints "infer: text" to stderr and exits with the error's code. */
+/* Prints "infer: text" to stderr and exits with the error's code; infer.c */
 void die(const Error *e) __attribute__((noreturn));
 
 /* malloc, calloc and realloc that end the process with one line when memory is out. Sizes that come from a file are

@@ -22,6 +22,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <fnmatch.h>
+#include <libgen.h>
 #include <math.h>
 #include <openssl/evp.h>
 #include <pthread.h>
@@ -31,6 +32,7 @@
 #include <string.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 enum { JOBS = 8, MAX_JOBS = 64, MAX_PATH = 4096, MAX_NAME = 256, MAX_ANSWER = 64 << 20, MAX_TRIES = 5 };
@@ -122,6 +124,23 @@ char *hub_folder(const char *repository) {
     return text_print("%s/models--%.*s--%.*s", cache, org, repository, n - org - 1, repository + org + 1);
 }
 
+uint64_t hub_room(char **folder) {
+    struct statvfs disk = {0};
+    LocalText cache = hub_cache();
+    char *there = cache;
+    while (statvfs(there, &disk) && strcmp(there, "/") && strcmp(there, ".")) there = dirname(there);
+    *folder = text_print("%s", there);
+    return (uint64_t)disk.f_bavail * disk.f_frsize;
+}
+
+static char *unread; /* Models.unread */
+
+static DIR *open_folder(const char *path) {
+    DIR *dir = opendir(path);
+    if (!dir && errno != ENOENT && !unread) unread = text_print("%s cannot be read: %s", path, strerror(errno));
+    return dir;
+}
+
 ModelEntry model_entry(const char *path) {
     ModelEntry m = {0};
     Error missing;
@@ -181,7 +200,7 @@ static char *find_snapshot(const char *repository, const char *revision) {
     char *found = NULL;
     Error e;
     if (!file_read(ref, 64, &commit, &e)) bytes_text(&commit, name);
-    DIR *dir = opendir(folder);
+    DIR *dir = open_folder(folder);
     for (struct dirent *d; dir && (d = readdir(dir));) {
         const bool named = !strcmp(d->d_name, commit.data);
         if (*d->d_name == '.' || (!named && (found || revision))) continue;
@@ -194,7 +213,7 @@ static char *find_snapshot(const char *repository, const char *revision) {
 
 /* Adds what is in `parent`; `hub`: each repository, models--ORG--NAME. A folder ORG--NAME is shown as ORG/NAME. */
 static void add_all(Models *list, const char *parent, bool hub) {
-    DIR *dir = opendir(parent);
+    DIR *dir = open_folder(parent);
     for (struct dirent *d; dir && (d = readdir(dir));) {
         bool repository = !strncmp(d->d_name, "models--", 8);
         if (*d->d_name == '.' || repository != hub) continue;
@@ -218,6 +237,7 @@ Models models_list(void) {
     add_all(&list, "models", false);
     add_all(&list, cache, true);
     if (list.n) qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_path_name);
+    list.unread = unread;
     return list;
 }
 
@@ -255,15 +275,18 @@ char *model_find(const char *argument, Error *e) {
         hits++, hit = m;
     }
     if (hits == 1 || (folder && !hits)) return text_print("%s", hit ? hit->path : folder);
+    if (!list.n) bytes_text(&all, unread ? unread : "none is there");
     if (hits)
         fail(e, BAD_MODEL, "'%.100s' means more than one model: %s", argument, near.data);
-    else if (access(argument, F_OK) && errno != ENOENT && errno != ENOTDIR)
+    else if (hints && file_exists(argument))
+        hints->refuse_file(argument, e);
+    else if (access(argument, F_OK) && (strspn(argument, "/.~") || (errno != ENOENT && errno != ENOTDIR)))
         fail(e, BAD_MODEL, "%s: %s", argument, strerror(errno));
     else
         fail(e, BAD_MODEL,
-             "'%.100s' is no folder, and none of the models in ./models and the hub's cache: "
-             "%s; infer download ORG/NAME fetches one",
-             argument, list.n ? all.data : "none is there");
+             "'%.100s' is no folder, and none of the models in ./models and the hub's cache: %s; %sinfer download "
+             "ORG/NAME fetches one",
+             argument, all.data, hints ? hints->meant(NULL, &list, argument) : "");
     return NULL;
 }
 
@@ -310,9 +333,9 @@ __attribute__((noreturn)) static void end(void) {
     flockfile(stderr);
     clear();
     fflush(stdout);
-    fprintf(stderr, "infer: %s", error.text);
-    if (here) fprintf(stderr, " (%s of %s are here)", SIZE(here), SIZE(hub.total));
-    fputc('\n', stderr);
+    LocalText line = here ? text_print("%s (%s of %s are here)", error.text, SIZE(here), SIZE(hub.total))
+                          : text_print("%s", error.text);
+    put_text(stderr, NULL, "infer: ", line);
     _exit(code);
 }
 
@@ -332,23 +355,25 @@ static void *watch(void *interrupt) {
 /* Draws a line for each file that is being fetched and one for all, over the lines of before. Names come last, where
  * the terminal cuts long ones. Without a terminal it prints only the line for all, every ten seconds. */
 static void draw(void) {
-    bool terminal = isatty(STDERR_FILENO);
+    const bool drawn = isatty(STDERR_FILENO);
     uint64_t done = bytes_here();
     double now = seconds(), rate = (double)hub.arrived / (now - hub.begun);
     long left = rate >= 1 ? (long)((double)(hub.total - done) / rate) : 0;
     const long unit = left < 120 ? 1 : 60;
-    if (now - hub.drawn < (terminal ? 0.1 : 10)) return;
+    if (now - hub.drawn < (drawn ? 0.1 : 10)) return;
     hub.drawn = now;
     flockfile(stderr);
     clear();
-    if (terminal) fputs(WRAP_OFF, stderr);
-    for (const File *f = hub.file; terminal && f < hub.file + hub.files && hub.lines < SHOWN_FILES; f++)
+    if (drawn) fputs(WRAP_OFF, stderr);
+    for (const File *f = hub.file; drawn && f < hub.file + hub.files && hub.lines < SHOWN_FILES; f++)
         if (f->done && f->done < f->size)
             hub.lines++, fprintf(stderr, "  %3d%% of %s  %s\n", (int)(100 * f->done / f->size), SIZE(f->size), f->name);
-    fprintf(stderr, "  %d%% of %s", (int)(hub.total ? 100 * done / hub.total : 100), SIZE(hub.total));
-    if (left) fprintf(stderr, ", %s/s, %ld %s left", SIZE((uint64_t)rate), left / unit, unit == 1 ? "s" : "min");
-    fputs(terminal ? WRAP_ON "\n" : "\n", stderr);
-    hub.lines += terminal;
+    LocalBytes what = {0};
+    bytes_print(&what, "of %s", SIZE(hub.total));
+    if (left) bytes_print(&what, ", %s/s, %ld %s left", SIZE((uint64_t)rate), left / unit, unit == 1 ? "s" : "min");
+    put_progress(stderr, hub.total ? (double)done / (double)hub.total : 1, what.data);
+    fputc('\n', stderr);
+    hub.lines += drawn;
     funlockfile(stderr);
 }
 
@@ -748,11 +773,28 @@ static bool hub_open(const char *repository) {
     return name_valid(hub.revision) || fail(&error, USAGE, "'%.100s' is no revision", hub.revision);
 }
 
+/* Ends the process if the disk has no room for what is missing. */
+static void check_room(void) {
+    uint64_t missing = 0;
+    LocalText folder = NULL;
+    const uint64_t room = hub_room(&folder);
+    for (const File *f = hub.file; f < hub.file + hub.files; f++) {
+        struct stat st = {0};
+        LocalText partial = text_print("%s.incomplete", f->blob);
+        if (!is_here(f))
+            missing += f->size - (stat(partial, &st) || (uint64_t)st.st_size > f->size ? 0 : (uint64_t)st.st_size);
+    }
+    if (missing > room)
+        give_up(NO_ROOM, "%s needs %s more, and %s has %s free: free some space, or choose another disk with HF_HOME",
+                hub.name, SIZE(missing), folder, SIZE(room));
+}
+
 /* Fetches the listed files. For a model that infer cannot run, it ends the process after config.json. */
 static void fetch_listed(bool (*runs)(const char *, Error *)) {
     pthread_t thread[MAX_JOBS];
     int n = 0;
     fprintf(stderr, "%s at %.12s: %d files, %s\n", hub.name, hub.commit, hub.files, SIZE(hub.total));
+    check_room();
     if (wants_default() && !strcmp(hub.file->name, "config.json")) {
         fetch(hub.file + hub.next++);
         Error why;

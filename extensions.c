@@ -65,11 +65,11 @@ const Command *const commands[] = {&play,
 #endif
                                    &tokenize, &detokenize, &render,  &parse,  NULL};
 
+extern const Hints user_hints;
 #ifdef ROOM_commands
-extern int list_choose(const Models *here);
-int (*const choose)(const Models *here) = list_choose;
+const Hints *const hints = &user_hints;
 #else
-int (*const choose)(const Models *here) = NULL;
+const Hints *const hints = NULL;
 #endif
 
 #ifdef ROOM_json

@@ -274,12 +274,11 @@ typedef struct {
 typedef struct {
     ModelEntry *entry;
     int n;
+    const char *unread; /* a folder that cannot be read, and why; or NULL */
 } Models;
 /* All models in ./models and the hub's cache, sorted by name, each name once. */
 Models models_list(void);
 void models_free(Models *list);
-/* Of commands/: shows them and asks for one; its number from 1, or 0. Or NULL; extensions.c */
-extern int (*const choose)(const Models *here);
 ModelEntry model_entry(const char *path); /* what is here of the model at a path; without name and path */
 /* The path of the model that a MODEL argument means: a path, ORG/NAME, ORG/NAME@REVISION or a unique part of a name.
  * Free it. NULL: BAD_MODEL, and its text lists the models here. */
@@ -290,6 +289,8 @@ char *hub_folder(const char *repository); /* of ORG/NAME or ORG/NAME@REVISION in
  * part of a snapshot? Free all three. NULL: it lies elsewhere. */
 char *hub_owner(const char *path, char **folder, char **locks, bool *part);
 bool hub_repository(const char *name); /* may it be an ORG/NAME at the hub? */
+/* Bytes free for the cache, and the nearest folder that is there, its own or one above; free it. */
+uint64_t hub_room(char **folder);
 /* Downloads what is missing of ORG/NAME[@REVISION] and returns the path of its folder. Ends the process if that fails,
  * or, after config.json, if `runs` says that infer cannot run it (unless --all is given). */
 const char *hub_fetch(const char *repository, bool (*runs)(const char *path, Error *e));
@@ -354,9 +355,10 @@ struct Stream {
     void (*forced)(Stream *s, Ids *more);
     uint64_t salt; /* it shares kept pages only with texts of the same salt: 0, or its highest bit is set */
     Want want;     /* WANT_LOGITS: `take` gets the logits of drawn tokens; WANT_ALL_LOGITS: those of the prompt too */
-    size_t published; /* position of the next token that `take` gets. To skip a prompt's beginning, set it */
-    const Ids *stop;  /* tokens that end it, or NULL */
-    Take *take;       /* or NULL */
+    size_t published;           /* position of the next token that `take` gets. To skip a prompt's beginning, set it */
+    const Ids *stop;            /* tokens that end it, or NULL */
+    Take *take;                 /* or NULL */
+    void (*reading)(Stream *s); /* before each step of scheduler_run() until a token is drawn; or NULL */
     void *owner;
 
     size_t reused;  /* tokens of the prompt that were in the cache */
@@ -423,6 +425,16 @@ typedef struct {
 } Command;
 extern const Command *const commands[]; /* of all rooms, as the help shows them, and NULL; extensions.c */
 
+typedef struct {                       /* of commands/: what helps people, and programs can do without */
+    int (*choose)(const Models *here); /* shows them and asks for one; its number from 1, or 0 */
+    /* "did you mean X? " of a word that is no option of command c, else no model that is here, else no command; or ""
+     */
+    const char *(*meant)(const Command *c, const Models *here, const char *word);
+    const char *(*repository)(const char *text);     /* ORG/NAME[@REVISION] of a page of the hub; other texts stay */
+    bool (*refuse_file)(const char *path, Error *e); /* says what a file is that is no model */
+} Hints;
+extern const Hints *const hints; /* or NULL; extensions.c */
+
 /* The option of a table that has this name or, if n is 1, this letter; or NULL. */
 const Option *option_find(const Option *table, const char *name, size_t n);
 /* Stores an option's value. TEXT and TEXTS keep the pointer `text`, not a copy. text: NULL for a switch. USAGE. */
@@ -433,6 +445,7 @@ extern const Option text_options[]; /* of commands that call session_text() */
 typedef struct {
     Sampling sampling;
     int max_tokens; /* of an answer; 0: as many as the context has room for */
+    bool quiet;     /* no statistics, nothing is said of loading */
 } Settings;
 extern const Option settings_options[]; /* play's and /set's */
 
@@ -487,6 +500,8 @@ bool put_escape(FILE *f, const char *escape);
 /* Writes a label and a text, which may come from a model or a file, as a line or more. On a terminal no escape sequence
  * in it takes effect, and lines end between words. style: an escape sequence, or NULL. */
 void put_text(FILE *f, const char *style, const char *label, const char *text);
+/* Draws a line in place: how much is done, 0 to 1, and of what. */
+void put_progress(FILE *f, double done, const char *what);
 /* Prints a name and a paragraph. If the window is wide enough, the paragraph begins at `column`. */
 void print_row(FILE *f, const char *name, int column, const char *text);
 /* Prints the text of tokens exactly, but on a terminal without escape sequences. */
@@ -530,6 +545,10 @@ typedef struct {                                       /* of terminal/ */
     void (*answering)(bool on, bool loop);             /* an answer begins to be written, or has ended */
     void (*leave)(void);                               /* before the process ends inside the loop */
     void (*wrap)(Wrap *w, const char *text, size_t n); /* writes text that is safe for a terminal */
+    void (*refuse)(Play *p, Error *e);                 /* takes the question back that the context has no room for */
+    /* Has the model an effort to choose, and is this a date? Both or NULL. USAGE. */
+    bool (*settings)(const Session *s, const char *effort, const char *date, Error *e);
+    void (*bar)(FILE *f, int cells, const double *part, int n); /* n parts of a whole of 1, at most 3 */
 } Terminal;
 extern const Terminal *const terminal; /* or NULL: play reads lines with getline; extensions.c */
 

@@ -314,10 +314,15 @@ static int by_name(const void *a, const void *b) { return strcmp(*(char *const *
 static bool map_file(TensorFile *f, Error *e) {
     struct stat st;
     if (f->fd < 0) f->fd = open(f->name, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (f->fd < 0 || fstat(f->fd, &st))
-        return fail(e, BAD_MODEL, "%s: %s", f->name,
-                    errno == ENOENT ? "missing: this is no model, or its download is incomplete; infer download goes on"
-                                    : strerror(errno));
+    if (f->fd < 0 || fstat(f->fd, &st)) {
+        LocalText foreign = text_print("%.*s/pytorch_model.bin", (int)(strrchr(f->name, '/') - f->name), f->name);
+        return fail(e, BAD_MODEL,
+                    errno != ENOENT        ? "%s: %m"
+                    : file_exists(foreign) ? "%s: missing, and infer does not read pytorch_model.bin: get safetensors"
+                                           : "%s: missing: this is no model, or its download is incomplete; infer "
+                                             "download goes on",
+                    f->name);
+    }
     if (!S_ISREG(st.st_mode)) return fail(e, BAD_MODEL, "%s: not a regular file", f->name);
     f->size = (size_t)st.st_size;
     if (f->size < 8) return fail(e, BAD_MODEL, "%s: %zu bytes are too few: download it again", f->name, f->size);
@@ -882,7 +887,8 @@ static const Option play_options[] = {
     {0, "schema", "FILE", TEXT, &given.schema, .help = "a JSON schema that the answer satisfies"},
     {0, "hide-thinking", NULL, SWITCH, &given.hide_thinking, .help = "do not show the reasoning"},
     {0, "raw", NULL, SWITCH, &given.raw, .help = "continue the text without a chat format"},
-    {0, "date", "D", TEXT, &given.date, .help = "the date in the prompt (today); none: no date"},
+    {0, "date", "D", TEXT, &given.date, .help = "the date in the prompt, like 2026-11-30 (today); none: no date"},
+    {0, "quiet", NULL, SWITCH, &settings.quiet, .help = "no statistics, and nothing about loading"},
     {0, "json", NULL, SWITCH, &given.json, .help = "one answer as a JSON object"},
     {0, "ctx", "N", WHOLE, &given.context, 1, 1 << 24,
      .help = "tokens of context (as many as the model and the memory allow)"},
@@ -941,8 +947,11 @@ static bool parse_option(const Command *c, int argc, char **argv, int *i, Error 
     size_t n = (size_t)(value - name);
     const Option *option = NULL;
     for (int t = 0; (n > 1) == is_long && !option && c->options[t]; t++) option = option_find(c->options[t], name, n);
-    if (!option)
-        return fail(e, USAGE, "there is no option %.*s; see infer %s --help", (int)n + 1 + is_long, argv[*i], c->name);
+    if (!option) {
+        LocalText word = copy_text(name, n);
+        return fail(e, USAGE, "there is no option %.*s; %ssee infer %s --help", (int)n + 1 + is_long, argv[*i],
+                    hints ? hints->meant(c, NULL, word) : "", c->name);
+    }
     if (option->kind == SWITCH && *value) return fail(e, USAGE, "--%s takes no value", option->name);
     if (option->kind == SWITCH) return option_set(option, NULL, e);
     if (*value) return option_set(option, value + is_long, e); /* behind the '=' */
@@ -954,6 +963,7 @@ static bool parse_option(const Command *c, int argc, char **argv, int *i, Error 
 static bool parse_arguments(const Command *c, int argc, char **argv, const char **model, Error *e) {
     bool options_end = false, optional = *c->argument == '[';
     const char *word = c->argument + optional; /* without brackets */
+    const Option *prompt = *c->options ? option_find(*c->options, "prompt", strlen("prompt")) : NULL;
     for (int t = 0; c->options[t]; t++)
         for (const Option *option = c->options[t]; option->name; option++)
             if (option->initial) option_set(option, option->initial, e);
@@ -961,14 +971,18 @@ static bool parse_arguments(const Command *c, int argc, char **argv, const char 
         if (!options_end && argv[i][0] == '-' && argv[i][1]) {
             options_end = !strcmp(argv[i], "--");
             if (!options_end && !parse_option(c, argc, argv, &i, e)) return false;
+        } else if (*model && prompt && !*(const char **)prompt->to) {
+            if (!option_set(prompt, argv[i], e)) return false;
         } else if (*model || !*word) {
             const char *shown = strncmp(argv[i], "hf_", 3) ? argv[i] : "hf_..."; /* a token is never shown */
-            return fail(e, USAGE, "'%.60s' is one argument too many; see infer %s --help", shown, c->name);
+            return fail(e, USAGE, "'%.60s' is one argument too many%s; see infer %s --help", shown,
+                        prompt ? ", or a text without quotes" : "", c->name);
         } else {
-            *model = argv[i];
+            *model = hints ? hints->repository(argv[i]) : argv[i];
         }
     }
-    return !*word || optional || *model || fail(e, USAGE, "%s is missing; see infer %s --help", word, c->name);
+    return !*word || optional || *model ||
+           fail(e, USAGE, "%.*s is missing; see infer %s --help", (int)strcspn(word, " "), word, c->name);
 }
 
 /* ---- the terminal ---- */
@@ -1024,6 +1038,19 @@ void put_text(FILE *f, const char *style, const char *label, const char *text) {
     wrap_end(&w);
 }
 
+void die(const Error *e) {
+    fflush(stdout);
+    put_text(stderr, NULL, "infer: ", e->text);
+    exit(e->code);
+}
+
+void put_progress(FILE *f, double done, const char *what) {
+    fputc('\r', f), put_escape(f, WRAP_OFF);
+    if (terminal) terminal->bar(f, MIN(20, columns(f) - 6 - (int)strlen(what)), &done, 1);
+    fprintf(f, "%3d%% %s", (int)(100 * done), what);
+    put_escape(f, "\033[K"), put_escape(f, WRAP_ON);
+}
+
 void print_row(FILE *f, const char *name, int column, const char *text) {
     int width = isatty(fileno(f)) ? columns(f) : 100;
     if (width < 60 && column) fprintf(f, "%s\n", name), name = "", column = 6;
@@ -1053,11 +1080,9 @@ static void show_progress(uint64_t done, uint64_t total) {
     double now = seconds(), spent = now - loading_since;
     if (done < total && now - drawn < 0.05) return;
     drawn = now;
-    fputc('\r', stderr), put_escape(stderr, WRAP_OFF);
-    fprintf(stderr, "Loading %.0f%% at %.1f GB/s", total ? 100 * (double)done / (double)total : 100,
-            spent > 0 ? (double)done / 1e9 / spent : 0);
-    put_escape(stderr, WRAP_ON);
-    if (done >= total) fputc('\n', stderr);
+    LocalText what = text_print("Loading at %.1f GB/s", spent > 0 ? (double)done / 1e9 / spent : 0);
+    put_progress(stderr, total ? (double)done / (double)total : 1, what);
+    if (done >= total && !put_escape(stderr, ERASE_LINE)) fputc('\n', stderr);
 }
 
 /* ---- opening a model ---- */
@@ -1068,9 +1093,10 @@ static bool choose_model(Session *s, Error *e) {
     LocalBytes names = {0};
     int choice = here.n == 1;
     if (!here.n)
-        return fail(e, BAD_MODEL, "no model in ./models or the hub's cache: infer download ORG/NAME fetches one");
-    if (here.n > 1 && choose) choice = choose(&here);
-    for (int i = 0; i < here.n && !choose; i++)
+        return fail(e, BAD_MODEL, "%s: infer download ORG/NAME fetches one",
+                    here.unread ? here.unread : "no model in ./models or the hub's cache");
+    if (here.n > 1 && hints) choice = hints->choose(&here);
+    for (int i = 0; i < here.n && !hints; i++)
         bytes_print(&names, names.n ? ", %s" : "; here are %s", here.entry[i].name);
     if (!choice)
         return fail(e, USAGE, "which of the %d models? infer COMMAND MODEL%s", here.n, names.n ? names.data : "");
@@ -1141,9 +1167,9 @@ bool session_load(Session *s, Limits limits, int context, Error *e) {
     if (!engine_open(&s->engine, backend, &s->checkpoint.model, limits, context, e)) return false;
     s->scheduler = scheduler_open(&s->engine);
     s->seconds = seconds() - loading_since;
-    if (verbose)
-        fprintf(stderr, "✓ Model loaded%s%s, context %s\n", *s->where ? " to " : "", s->where,
-                COUNT((uint64_t)s->engine.context));
+    LocalText line = text_print("%s · %s · context %s%s%s", s->name, s->checkpoint.family,
+                                COUNT((uint64_t)s->engine.context), *s->where ? " · " : "", s->where);
+    if (verbose) put_text(stderr, NULL, "✓ ", line);
     return true;
 }
 
@@ -1163,23 +1189,30 @@ typedef struct {
 } Answer;
 
 volatile sig_atomic_t interrupted;
-static volatile sig_atomic_t waiting; /* the terminal shows that the prompt is being read */
+static volatile sig_atomic_t waiting; /* a loop shows that the prompt is being read */
 
 static void on_interrupt(int number) {
     if (waiting && !interrupted && write(STDOUT_FILENO, "^C", 2) < 0) {} /* at once: a step may take long */
     interrupted = number;
 }
 
-/* Shows until the first token that the model reads the prompt; tokens 0: ends that. */
-static void show_waiting(const Play *p, size_t tokens) {
-    if (!p->loop || (!tokens && !waiting) || !put_escape(stdout, ERASE_LINE)) return;
-    if (tokens) {
-        put_escape(stdout, FAINT);
-        printf(WRAP_OFF "reading %s tokens..." WRAP_ON, COUNT(tokens));
-        put_escape(stdout, NORMAL);
-    }
-    fflush(stdout); /* an error may follow on stderr */
-    waiting = tokens;
+/* Shows until the first token how much of the prompt the model has read. */
+static void show_reading(Stream *t) {
+    const Play *p = ((Answer *)t->owner)->p;
+    FILE *f = p->loop ? stdout : stderr;
+    if (p->m.quiet || !put_escape(f, FAINT)) return;
+    LocalText what = text_print("reading %s tokens", COUNT(t->prompt));
+    put_progress(f, (double)t->sent / (double)t->prompt, what);
+    put_escape(f, NORMAL);
+    fflush(f);
+    waiting = p->loop;
+}
+
+/* Ends that. */
+static void end_reading(const Play *p) {
+    FILE *f = p->loop ? stdout : stderr;
+    if (!p->m.quiet && put_escape(f, ERASE_LINE)) fflush(f); /* an error may follow on stderr */
+    waiting = false;
 }
 
 static void show(Answer *a, Part part, const char *text, size_t n) {
@@ -1190,9 +1223,8 @@ static void show(Answer *a, Part part, const char *text, size_t n) {
     if (part == CALL && !to) to = r->message[r->messages - 1].recipient; /* it came as a whole */
     FILE *f = p->loop || part == ANSWER ? stdout : stderr;
     if (!n || given.json || (part == REASONING && (given.hide_thinking || !isatty(fileno(f))))) return;
-    show_waiting(p, 0);
     if (!a->out.f || part != a->part) {
-        wrap_end(&a->out);
+        a->out.f ? wrap_end(&a->out) : end_reading(p);
         a->part = part, a->out = wrap_on(f, part == REASONING || part == CALL ? FAINT : NULL);
         if (p->loop || f == stderr) wrap_text(&a->out, label[part], strlen(label[part]));
         if (to) wrap_text(&a->out, to, strlen(to)), wrap_text(&a->out, " ", 1);
@@ -1301,7 +1333,7 @@ static bool answer(Answer *a, Error *e) {
     Play *p = a->p;
     Stream *t = &a->stream;
     *t = (Stream){.most = (size_t)p->m.engine.context, .sampling = settings.sampling, .want = WANT_TOKEN};
-    t->take = take_token, t->owner = a;
+    t->take = take_token, t->owner = a, t->reading = show_reading;
     t->sampling.seed += p->answers++;
     if (!p->chat) t->stop = &p->m.checkpoint.stop; /* in a chat the reader knows the end */
     if (!make_prompt(p, &t->tokens, e)) return false;
@@ -1309,11 +1341,9 @@ static bool answer(Answer *a, Error *e) {
     a->reader.decoder.begun = t->prompt > 1; /* more than a beginning-of-text token */
     if (p->chat) reader_init(&a->reader, &p->m.chat, &p->talk);
     if (!keep_schema(p, t, e)) return false;
-    show_waiting(p, t->prompt);
     a->since = seconds();
     bool ok = scheduler_run(p->m.scheduler, t, &interrupted, e) && keep_answer(a, e);
-    show_waiting(p, 0);
-    wrap_end(&a->out);
+    a->out.f ? wrap_end(&a->out) : end_reading(p);
     return ok;
 }
 
@@ -1322,19 +1352,26 @@ static double speed(const Answer *a) {
     return time > 0 ? (double)(a->tokens > 1 ? a->tokens - 1 : a->tokens) / time : 0;
 }
 
+/* A line with as much as the window has room for, the most important first. */
 static void print_statistics(const Answer *a, FILE *f) {
     const Play *p = a->p;
     const Engine *g = &p->m.engine;
     LocalBytes line = {0};
     const size_t prompt = a->stream.prompt;
+    size_t end = 0; /* of the last fact that fits */
     double read = (double)step_bytes(g->model, g->model->top_k, 1, (int)(prompt + a->tokens / 2)) * speed(a);
-    bytes_print(&line, "[Generated at %.1f tokens/sec · %zu token%s", speed(a), a->tokens, a->tokens == 1 ? "" : "s");
-    if (a->thought) bytes_print(&line, " (%zu thinking)", a->thought);
-    bytes_print(&line, " · prompt %zu (%zu from the cache), first token %.0f ms", prompt, a->stream.reused,
-                a->first * 1e3);
-    if (p->bandwidth > 0) bytes_print(&line, " · %.0f%% of memory bandwidth", 100 * read / p->bandwidth);
-    bytes_print(&line, " · context %zu%% · seed %llu · %s]", (prompt + a->tokens) * 100 / (size_t)g->context,
-                (unsigned long long)a->stream.sampling.seed, a->reason);
+    bytes_print(&line, "[%.1f tokens/s · %zu token%s", speed(a), a->tokens, a->tokens == 1 ? "" : "s");
+    if (strcmp(a->reason, "end")) bytes_print(&line, " · %s", a->reason);
+    bytes_print(&line, " · context %zu%%", (prompt + a->tokens) * 100 / (size_t)g->context);
+    if (p->bandwidth > 0) bytes_print(&line, " · %.0f%% of bandwidth", 100 * read / p->bandwidth);
+    bytes_print(&line, " · first in %.0f ms · prompt %zu, %zu from the cache", a->first * 1e3, prompt,
+                a->stream.reused);
+    bytes_print(&line, " · seed %llu", (unsigned long long)a->stream.sampling.seed);
+    for (size_t i = 0, column = 1; i < line.n && isatty(fileno(f)); column += (line.data[i++] & 0xC0) != 0x80) {
+        if (!strncmp(line.data + i, " · ", 4)) end = i;
+        if (column == (size_t)columns(f)) line.n = end; /* a column is left for the bracket */
+    }
+    bytes_text(&line, "]");
     put_text(f, FAINT, "", line.data);
 }
 
@@ -1356,8 +1393,10 @@ int converse(Play *p) {
     bool ok = answer(&a, &e);
     if (terminal) terminal->answering(false, p->loop);
     if (a.reason && given.json) print_answer_json(&a);
-    if (a.reason && !given.json) print_statistics(&a, p->loop ? stdout : stderr);
-    if (p->loop && (e.code == NO_ROOM || (a.reason && !strcmp(a.reason, "context full"))))
+    if (a.reason && !p->m.quiet) print_statistics(&a, p->loop ? stdout : stderr);
+    if (p->loop && terminal && !a.reason && e.code == NO_ROOM)
+        terminal->refuse(p, &e);
+    else if (p->loop && (e.code == NO_ROOM || (a.reason && !strcmp(a.reason, "context full"))))
         ok = fail(&e, NO_ROOM, "the context of %s tokens is full: %sinfer play --ctx chooses a larger one",
                   COUNT((uint64_t)p->m.engine.context),
                   terminal ? "/undo takes the last question back, /clear begins anew, " : "");
@@ -1427,6 +1466,7 @@ static bool open_play(Play *p, const char *model, Error *e) {
     p->chat = p->m.has_chat && !given.raw;
     if (!p->chat && (given.system || given.effort))
         return fail(e, USAGE, "--system and --effort need a chat format, but %s is continued raw", p->m.name);
+    if (terminal && !terminal->settings(&p->m, given.effort, given.date, e)) return false;
     if (given.effort && !chat_effort(&p->m.chat, given.effort, e)) return false;
     conversation_init(&p->talk);
     if (given.system) conversation_set(&p->talk.instructions, given.system);
@@ -1436,7 +1476,8 @@ static bool open_play(Play *p, const char *model, Error *e) {
     uint64_t bytes = step_bytes(p->m.engine.model, p->m.engine.model->top_k, 1, 0);
     double flat = backend->flat_read(p->m.engine.state, bytes);
     p->bandwidth = flat > 0 ? (double)bytes / flat : 0;
-    if (!p->chat && !given.raw) fprintf(stderr, "  %s: your text is continued as it stands.\n", p->m.no_chat.text);
+    LocalText raw = text_print("%s: your text is continued as it stands.", p->m.no_chat.text);
+    if (!p->chat && !given.raw) put_text(stderr, NULL, "  ", raw);
     return true;
 }
 
@@ -1444,7 +1485,7 @@ static int run_play(const char *model) {
     Error e;
     LocalBytes prompt = {0};
     static Play p;
-    p.m.quiet = given.json;
+    p.m.quiet = settings.quiet || given.json;
     if (!read_prompt(&p, &prompt, &e) || !open_play(&p, model, &e)) die(&e);
     bool blank = !p.loop && p.chat && strspn(prompt.data, " \t\r\n") == prompt.n;
     if (blank) fail(&e, USAGE, "the prompt is empty"), die(&e);
@@ -1454,11 +1495,12 @@ static int run_play(const char *model) {
     return terminal ? terminal->loop(&p) : plain_loop(&p);
 }
 
-const Command play = {"play",
-                      "[MODEL]",
-                      "talk to a model in the terminal; with -p, -f or a text on stdin: one answer, alone on stdout",
-                      {play_options, settings_options, load_options},
-                      run_play};
+const Command play = {
+    "play",
+    "[MODEL [TEXT]]",
+    "talk to a model in the terminal; with TEXT, -p, -f or text on stdin: one answer, alone on stdout",
+    {play_options, settings_options, load_options},
+    run_play};
 
 /* ---- tokenize, detokenize, render, parse: stdin to stdout ---- */
 
@@ -1699,7 +1741,7 @@ static const Option logits_options[] = {
      .help = "makes a folder of the stages of each layer, STAGE.LAYER.npy: float32 arrays, a row a token"},
     {0}};
 const Command logits = {"logits",
-                        "MODEL",
+                        "MODEL [TEXT]",
                         "the likeliest next tokens, or all logits as a NumPy file",
                         {text_options, logits_options, load_options},
                         run_logits};
@@ -1733,6 +1775,12 @@ static void print_summary(FILE *to) {
               "MODEL is a path, ORG/NAME, or a unique part of the name of a model that is here.");
 }
 
+/* A closed pipe ends the program in silence, as it ends other tools. A closed socket is an error where it is used. */
+static void on_closed_pipe(int number) {
+    struct pollfd out = {STDOUT_FILENO, POLLOUT, 0};
+    if (poll(&out, 1, 0) > 0 && out.revents & POLLERR) _exit(128 + number);
+}
+
 __attribute__((weak)) int main(int argc, char **argv) { /* a test program has its own */
     bool help = argc > 1 && text_listed("help -h --help", argv[1]);
     int fd; /* no file may get the number of a closed stdout or stderr: what is printed would go into it */
@@ -1744,7 +1792,7 @@ __attribute__((weak)) int main(int argc, char **argv) { /* a test program has it
     Error e;
     uint64_t *seed = &settings.sampling.seed; /* short enough to be typed */
     if (getentropy(seed, 4)) *seed = (uint32_t)(seconds() * 1e6);
-    signal(SIGPIPE, SIG_IGN); /* a closed pipe is an error like a full disk */
+    signal(SIGPIPE, on_closed_pipe);
     setlocale(LC_CTYPE, "");
     setlocale(LC_CTYPE, "C.UTF-8"); /* if there is none, the user's own stays; without UTF-8 libedit drops letters */
     for (int i = 0; commands[i]; i++)
@@ -1754,7 +1802,9 @@ __attribute__((weak)) int main(int argc, char **argv) { /* a test program has it
     if (!strcmp(name, "--version"))
         code = DONE, printf("infer %s (%s)\n", VERSION, backend->name);
     else if (!c && *name)
-        fprintf(stderr, "infer: there is no command %s; see infer --help\n", name);
+        fail(&e, USAGE, "there is no command %.60s; %ssee infer --help", name,
+             hints ? hints->meant(NULL, NULL, name) : ""),
+            die(&e);
     else if (!c)
         print_summary(help ? stdout : stderr);
     else if (help)
@@ -1764,9 +1814,8 @@ __attribute__((weak)) int main(int argc, char **argv) { /* a test program has it
     else
         code = c->run(model);
     if ((fflush(stdout) || ferror(stdout)) && code == DONE) {
-        fprintf(stderr, "infer: %s could not be written: its disk is full, or its reader has ended\n",
-                output_file ? output_file : "the output");
-        return FAILED;
+        fail(&e, FAILED, "%s could not be written: its disk is full", output_file ? output_file : "the output");
+        die(&e);
     }
     return code;
 }

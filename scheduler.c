@@ -371,6 +371,7 @@ bool scheduler_run(Scheduler *s, Stream *t, const volatile sig_atomic_t *stop, E
                     t->prompt, context);
     scheduler_add(s, t);
     while (ok && (s->now.running || s->now.waiting || s->now.outstanding)) {
+        if (t->reading && t->published <= t->prompt) t->reading(t);
         ok = scheduler_step(s, e);
         interrupted = stop && *stop && t->published <= t->prompt;
         if (interrupted) scheduler_remove(s, t);

@@ -27,6 +27,21 @@ static struct {
  * The memory that a step reads limits generation. So bench counts the bytes of each step from the model's own tensors
  * and compares the step's time with a flat read of as many bytes, in the same run on the same card. */
 
+/* Prints "a|b|c" as cells of a table: in a terminal aligned, as many from the left as fit; else Markdown. */
+static void print_cells(const int *width, const char *row, bool header) {
+    const bool aligned = isatty(STDOUT_FILENO);
+    LocalText copy = text_print("%s", row);
+    char *rest = copy, *cell;
+    int n = 0;
+    for (int room = columns(stdout); (cell = strsep(&rest, "|")); n++) {
+        room -= width[n];
+        if (!aligned) printf("| %s ", cell);
+        if (aligned && room >= 0) printf("%*s", n ? width[n] : -width[n], cell);
+    }
+    puts(aligned ? "" : "|");
+    while (header && !aligned && n--) fputs(n ? "|---:" : "|---:|\n", stdout);
+}
+
 typedef struct {
     Session model;
     cJSON *rows;
@@ -47,6 +62,8 @@ static int ascending(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
+static const int figures[] = {14, 7, 8, 10, 11, 10, 11, 7, 18}; /* widths of the table's columns */
+
 static void report_figure(Bench *b, Figure *f) {
     int n = given.repeats;
     const char *kind = f->prompt ? "prompt" : "generate";
@@ -54,19 +71,22 @@ static void report_figure(Bench *b, Figure *f) {
     double median = (f->seconds[(n - 1) / 2] + f->seconds[n / 2]) / 2, step = median / f->tokens;
     double all = (double)f->tokens * f->streams, least = all / f->seconds[n - 1], most = all / f->seconds[0];
     double bytes = (double)f->bytes, percent = f->flat / step * 100;
-    cJSON *row =
+    cJSON *facts =
         json_object("kind", json_word(kind), "tokens", json_number(f->tokens), "depth", json_number(f->depth),
                     "streams", json_number(f->streams), "tokens_per_second", json_number(all / median), "least",
                     json_number(least), "most", json_number(most), "seconds", json_number(median), NULL);
     if (!f->prompt)
-        json_add(row, "experts", json_number(f->experts), "step_bytes", json_number(bytes), "bytes_per_second",
+        json_add(facts, "experts", json_number(f->experts), "step_bytes", json_number(bytes), "bytes_per_second",
                  json_number(bytes / step), "flat_seconds", json_number(f->flat), "percent_of_flat",
                  json_number(percent), NULL);
-    cJSON_AddItemToArray(b->rows, row);
+    cJSON_AddItemToArray(b->rows, facts);
     if (b->json) return;
-    printf("| %s %d | %d | %d | %.1f | %.1f-%.1f | %.3f |", kind, f->tokens, f->depth, f->streams, all / median, least,
-           most, (f->prompt ? median : step) * 1e3);
-    printf(f->prompt ? " | | |\n" : " %.3f | %.0f | %.1f |\n", bytes / 1e9, bytes / step / 1e9, percent);
+    LocalText row = text_print("%s %d|%d|%d|%.1f", kind, f->tokens, f->depth, f->streams, all / median);
+    LocalText read = f->prompt
+                         ? text_print("|%.3f||", median * 1e3)
+                         : text_print("%.1f|%.3f|%.3f|%.0f", percent, step * 1e3, bytes / 1e9, bytes / step / 1e9);
+    LocalText line = text_print("%s|%s|%.1f-%.1f", row, read, least, most);
+    print_cells(figures, line, false);
 }
 
 /* Seconds until a prompt of f->tokens random tokens has its first drawn token; or until each of f->streams texts has
@@ -240,6 +260,7 @@ static cJSON *percentile(const Bytes *times, double p) {
 }
 
 static int bench_server(const char *model, bool json) {
+    static const int widths[] = {7, 8, 10, 11, 11, 11, 11, 9};
     LocalText url = text_print("%s/v1/completions", given.server);
     static Load l = {.clients = 1, .lock = PTHREAD_MUTEX_INITIALIZER};
     cJSON *rows = cJSON_CreateArray(), *x;
@@ -248,9 +269,7 @@ static int bench_server(const char *model, bool json) {
     l.headers = curl_slist_append(NULL, "Content-Type: application/json");
     srandom((unsigned)(seconds() * 1e6)); /* other prompts each time */
     run_load(&l, 1);                      /* to warm up */
-    if (!json)
-        puts("| clients | prompt | tok/s | first token, ms: p50 | p99 | a token, ms: p50 | p99 | most |\n"
-             "|---:|---:|---:|---:|---:|---:|---:|---:|");
+    if (!json) print_cells(widths, "clients|prompt|tok/s|first, ms|first p99|token, ms|token p99|most", true);
     for (int i = 0; i < given.prompts.n * given.clients.n; i++) {
         l.prompt = given.prompts.value[i / given.clients.n], l.clients = given.clients.value[i % given.clients.n];
         run_load(&l, given.repeats);
@@ -260,8 +279,9 @@ static int bench_server(const char *model, bool json) {
                         percentile(&l.first, 0.99), "token_p50", percentile(&l.gaps, 0.5), "token_p99",
                         percentile(&l.gaps, 0.99), "token_most", percentile(&l.gaps, 1), NULL);
         cJSON_AddItemToArray(rows, row);
-        cJSON_ArrayForEach(x, row) if (!json) printf("| %.5g ", x->valuedouble);
-        if (!json) puts("|");
+        LocalBytes line = {0};
+        cJSON_ArrayForEach(x, row) bytes_print(&line, line.n ? "|%.5g" : "%.5g", x->valuedouble);
+        if (!json) print_cells(widths, line.data, false);
     }
     json_print(rows, json);
     return DONE;
@@ -308,9 +328,7 @@ static int run_bench(const char *model) {
         json_object("family", json_word(s->checkpoint.family), "random", cJSON_CreateBool(random), "where",
                     json_word(s->where), "weight_bytes", json_number((double)backend->weight_bytes(s->engine.model)),
                     "load_seconds", json_number(s->seconds), "rows", b.rows = cJSON_CreateArray(), NULL);
-    if (!b.json)
-        puts("| test | depth | streams | tok/s | least-most | ms | GB a step | GB/s | % of flat |\n"
-             "|---|---:|---:|---:|---:|---:|---:|---:|---:|");
+    if (!b.json) print_cells(figures, "test|depth|streams|tok/s|% of flat|ms|GB a step|GB/s|least-most", true);
     measure_all(&b);
     const int code = cJSON_GetArraySize(b.rows) ? DONE : NO_ROOM;
     json_print(out, b.json);

@@ -1,15 +1,14 @@
 /* doctor.c: what is wrong with this machine: GPU, driver, cache, token and network, each with its cure. */
 #include "host.h"
 
-#include <libgen.h>
 #include <stdlib.h>
-#include <string.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 
 /* Prints a finding and frees its text. cure NULL: nothing is wrong. status: the code of the first fault. */
 static void finding(int *status, const char *what, int code, const char *cure, char *text) {
-    printf("%s %-8s  %s%s%s\n", cure ? "✗" : "✓", what, text, cure ? ": " : "", cure ? cure : "");
+    LocalText name = text_print("%s %-8s", cure ? "✗" : "✓", what);
+    LocalText line = text_print("%s%s%s", text, cure ? ": " : "", cure ? cure : "");
+    print_row(stdout, name, 10, line);
     if (cure && !*status) *status = code;
     free(text);
 }
@@ -34,16 +33,13 @@ static int run_doctor(const char *model) {
                 text_print("driver for %d.%d, built with toolkit %d.%d for %s", v.driver / 1000, v.driver % 1000 / 10,
                            v.runtime / 1000, v.runtime % 1000 / 10, v.built));
 
-    struct statvfs disk = {0};
-    /* the cache's folder, or the nearest one above it that exists */
     LocalText cache = hub_cache();
-    LocalText copy = text_print("%s", cache);
-    char *there = copy;
-    while (statvfs(there, &disk) && strcmp(there, "/") && strcmp(there, ".")) there = dirname(there);
+    LocalText there = NULL;
+    const uint64_t room = hub_room(&there);
     LocalText inside = text_print("%s/.", there); /* it may be a file */
     finding(&status, "cache", NO_NETWORK,
             access(inside, W_OK) ? "it cannot be written; choose another place with HF_HOME" : NULL,
-            text_print("%s, %s free", cache, SIZE((uint64_t)disk.f_bavail * disk.f_frsize)));
+            text_print("%s, %s free", cache, SIZE(room)));
 
     char token[300] = "not checked", answer[400] = "not tried";
     Error e = {0};

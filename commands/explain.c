@@ -3,8 +3,8 @@
 #include "host.h"
 
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { CHOICES = 4, MOST_TOKENS = 512, MOST_CELLS = 64 };
 
@@ -18,12 +18,17 @@ typedef struct {
     bool html;
 } Reading;
 
-static const char page[] =
-    "<!doctype html><meta charset=utf-8><title>infer explain</title><style>\n"
-    "body{display:flex;flex-wrap:wrap;gap:1em 4px;margin:1.5em;background:#fff;color:#1d2733}\n"
+static const char page[] = /* colours that shine through suit light and dark pages */
+    "<style>:root{color-scheme:light dark}\n"
+    "body{display:flex;flex-wrap:wrap;gap:1em 4px;margin:1.5em}h1,p{width:100%;margin:0;font:1.3em sans-serif}"
+    "p{font-size:1em}\n"
     "pre{margin:0;padding:0 .6em .5em 0;font:15px/1.35 monospace;unicode-bidi:isolate}\n"
-    "b{display:block;padding:.2em .4em;margin-bottom:.3em;font-size:1.5em;border-radius:4px;background:#eef1f4}\n"
-    ".s1 b{background:#d3f0df}.s2 b{background:#ffeba6}.s3 b{background:#ffc891}.s4 b{background:#ff9c94}</style>\n";
+    "b{display:block;padding:.2em .4em;margin-bottom:.3em;font-size:1.5em;border-radius:4px;background:#8883}\n"
+    ".s1 b{background:#2c75}.s2 b{background:#fc07}.s3 b{background:#f807}.s4 b{background:#f337}</style>\n";
+
+static const char legend[] =
+    "Of each token: the probability that the model gave it, its surprise in bits (from 1, 3, 6 and 10 on in another "
+    "colour), the token, its id and its bytes. Below it what the model expected there, with probabilities";
 
 /* A Tap. */
 static void keep_experts(void *data, const char *stage, int layer, const float *values, int rows, int cols) {
@@ -32,6 +37,28 @@ static void keep_experts(void *data, const char *stage, int layer, const float *
     for (size_t r = 0; r < (size_t)rows && !strcmp(stage, "experts"); r++)
         memcpy(x->expert + ((x->read + r) * layers + (size_t)layer) * n, values + r * n, n * sizeof *values);
     if (!strcmp(stage, "logits")) x->read += (size_t)rows; /* the last stage of a step */
+}
+
+/* Writes a text for a page. */
+static void put_html(const char *text) {
+    for (; *text; text++) printf(strchr("&<>", *text) ? "&#%d;" : "%c", *text);
+}
+
+/* Writes how to read what follows; on a page first whose text it is. */
+static void put_legend(const Reading *x, const Ids *ids) {
+    LocalBytes text = {0};
+    LocalBytes shown = {0};
+    LocalText whole = text_print(
+        "%s%s.", legend,
+        x->cells ? "; in front of that the experts that the token took: a dot is an expert, a row a layer" : "");
+    if (!x->html) return put_text(stderr, FAINT, "", whole);
+    bytes_print(&text, "%s reads: ", x->s.name);
+    for (size_t i = 0; i < ids->n && x->s.tokenizer; i++)
+        tokenizer_bytes(x->s.tokenizer, &(Decoder){.begun = i > 0}, ids->data[i], &text);
+    bytes_shown(&shown, text.data, text.n, true);
+    fputs("<!doctype html><meta charset=utf-8><title>", stdout), put_html(shown.data);
+    printf("</title>%s<h1>", page), put_html(shown.data);
+    printf("</h1><p>%s</p>\n", whole);
 }
 
 /* Writes a token in visible characters, and if `whole` its id and bytes. */
@@ -112,7 +139,7 @@ static int run_explain(const char *model) {
     }
     if (!session_load(&x.s, (Limits){0}, 0, &e)) die(&e);
     if (x.html && !output_open(output, &e)) die(&e);
-    if (x.html) fputs(page, stdout);
+    if (x.html || isatty(STDOUT_FILENO)) put_legend(&x, &ids);
     if (!scheduler_score(x.s.scheduler, ids.data, ids.n, 1, take_token, &x, &e)) die(&e);
     return DONE;
 }
@@ -120,7 +147,7 @@ static int run_explain(const char *model) {
 static const Option explain_options[] = {
     {'o', "output", "FILE.html", TEXT, &output, .help = "write a page that needs no other file"}, {0}};
 const Command explain = {"explain",
-                         "MODEL",
+                         "MODEL [TEXT]",
                          "how a model reads a text, token by token",
                          {text_options, explain_options, load_options},
                          run_explain};

@@ -12,6 +12,7 @@
 #include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/param.h>
 #include <unistd.h>
 
 enum { MOST_HEAD = 100000000 /* bytes of a file that are fetched of a repository */ };
@@ -22,8 +23,7 @@ static struct {
 
 /* ---- inspect: what is a model made of, and does it fit on the GPU? ---- */
 
-/* Adds the number of weights, and the bytes of each kind of tensor and encoding. */
-static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
+static const char *kind_of_tensor(const char *name) {
     static const char *const kinds[][2] = {{"shared_experts", "mlp"},
                                            {"experts", "experts"},
                                            {"self_attn", "attention"},
@@ -31,21 +31,27 @@ static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
                                            {"embed_tokens", "embedding"},
                                            {"lm_head", "head"},
                                            {"", "rest"}};
+    int k = 0;
+    while (!strstr(name, kinds[k][0])) k++;
+    return kinds[k][1];
+}
+
+/* Adds the bytes of each kind of tensor and encoding, and the number of weights. */
+static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
+    static const char *const kinds[] = {"embedding", "attention", "mlp", "experts", "head", "rest"};
     double bytes = 0, values = 0, active = 0; /* active: used by one token */
-    for (const Tensor *x = t->tensor; x < t->tensor + t->n; x++) {
-        int k = 0;
-        if (!x->bound) continue;
-        while (!strstr(x->name, kinds[k][0])) k++;
-        const char *kind = kinds[k][1];
-        const bool experts = !strcmp(kind, "experts"), table = !strcmp(kind, "embedding");
-        double n = (double)x->values;
-        LocalText name = text_print("bytes_of_%s_in_%s", kind, x->encoding);
-        cJSON *sum = cJSON_GetObjectItemCaseSensitive(out, name);
-        if (!sum) sum = cJSON_AddNumberToObject(out, name, 0);
-        cJSON_SetNumberValue(sum, sum->valuedouble + (double)x->size);
-        bytes += (double)x->size, values += n;
-        active += experts ? n / m->n_experts * m->top_k : table && m->embed.each != m->head.each ? 0 : n;
-    }
+    for (int k = 0; k < 6; k++)
+        for (const Tensor *x = t->tensor; x < t->tensor + t->n; x++) {
+            const bool experts = !strcmp(kinds[k], "experts"), table = !k && m->embed.each != m->head.each;
+            const double n = (double)x->values;
+            if (!x->bound || strcmp(kind_of_tensor(x->name), kinds[k])) continue;
+            LocalText name = text_print("bytes_of_%s_in_%s", kinds[k], x->encoding);
+            cJSON *sum = cJSON_GetObjectItemCaseSensitive(out, name);
+            if (!sum) sum = cJSON_AddNumberToObject(out, name, 0);
+            cJSON_SetNumberValue(sum, sum->valuedouble + (double)x->size);
+            bytes += (double)x->size, values += n;
+            active += experts ? n / m->n_experts * m->top_k : table ? 0 : n;
+        }
     json_add(out, "weight_bytes", json_number(bytes), "parameters", json_number(values), "active_parameters",
              json_number(active), NULL);
 }
@@ -57,11 +63,9 @@ static void add_memory(cJSON *out, const Model *m, int context) {
     double token = 2.0 * m->n_layers * row + 4, weights = (double)backend->weight_bytes(m), fixed = weights + 2e9;
     Devices d = {0};
     backend->describe(&d);
-    LocalText estimate =
-        text_print("%s of weights, %s of cache for a context of %s, about 2 GB to work in", SIZE((uint64_t)weights),
-                   SIZE((uint64_t)(token * context)), COUNT((uint64_t)context));
-    json_add(out, "cache_bytes_per_token", json_number(token), "gpu_bytes", json_number(fixed + token * context),
-             "estimate", json_word(estimate), "gpu", json_word(d.gpus ? d.gpu[0].name : d.problem), NULL);
+    json_add(out, "cache_bytes_per_token", json_number(token), "gpu_weight_bytes", json_number(weights), "cache_bytes",
+             json_number(token * context), "work_bytes", json_number(2e9), "gpu_bytes",
+             json_number(fixed + token * context), "gpu", json_word(d.gpus ? d.gpu[0].name : d.problem), NULL);
     if (!d.gpus) {
         json_add(out, "fits", json_word(NULL), NULL);
         return;
@@ -70,8 +74,9 @@ static void add_memory(cJSON *out, const Model *m, int context) {
     if (!d.gpu[0].usable) fits = 0;
     LocalText cure = fits > 0 ? text_print("--ctx %.0f fits here", fits)
                               : text_print("a GPU with %s free", SIZE((uint64_t)(fixed + token * PAGE)));
-    json_add(out, "gpu_bytes_free", json_number(room), "context_that_fits", json_number(fits), "fits",
-             cJSON_CreateBool(fits >= context), "suggestion", fits < context ? json_word(cure) : NULL, NULL);
+    json_add(out, "gpu_bytes_total", json_number((double)d.gpu[0].total), "gpu_bytes_free", json_number(room),
+             "context_that_fits", json_number(fits), "fits", cJSON_CreateBool(fits >= context), "suggestion",
+             fits < context ? json_word(cure) : NULL, NULL);
 }
 
 /* The container of a repository at the hub. Of its files it fetches what stands before the weights. */
@@ -121,15 +126,27 @@ static bool add_model(cJSON *out, const char *dir, bool far, int context, Error 
     return ok;
 }
 
+/* A row is one number, and says nothing of experts where there are none. A bar shows what the GPU must hold. */
 static void print_facts(const cJSON *facts) {
-    const cJSON *x;
+    static const char *const shares[] = {"gpu_weight_bytes", "cache_bytes", "work_bytes"};
+    const cJSON *x, *experts = json_get(facts, "experts"), *card = json_get(facts, "gpu_bytes_total");
     cJSON_ArrayForEach(x, facts) {
-        const char *number = COUNT((uint64_t)x->valuedouble), *text = cJSON_IsNumber(x) ? number : x->valuestring;
-        if (cJSON_IsBool(x)) text = cJSON_IsTrue(x) ? "yes" : "no";
-        for (const char *c = x->string; *c; c++) putchar(*c == '_' ? ' ' : *c);
-        printf("%*s%s", 31 - (int)strlen(x->string), "", text ? text : "unknown");
-        if (strstr(x->string, "bytes")) printf(" (%s)", SIZE((uint64_t)x->valuedouble));
-        puts("");
+        char kind[16], encoding[32], name[64], *c = name;
+        double part[3], whole = fmax(x->valuedouble, card ? card->valuedouble : 0);
+        const bool tensors = sscanf(x->string, "bytes_of_%15[^_]_in_%31s", kind, encoding) == 2;
+        const char *size = SIZE((uint64_t)x->valuedouble), *count = COUNT((uint64_t)x->valuedouble);
+        const char *number = strstr(x->string, "bytes") ? size : count, *yes = cJSON_IsTrue(x) ? "yes" : "no";
+        const char *text = cJSON_IsNumber(x) ? number : cJSON_IsBool(x) ? yes : x->valuestring;
+        if (experts && experts->valueint < 2 && text_listed("experts experts_per_token active_parameters", x->string))
+            continue;
+        snprintf(name, sizeof name, tensors ? "%s, %s" : "%s", tensors ? kind : x->string, encoding);
+        while (!tensors && (c = strchr(c, '_'))) *c = ' ';
+        LocalText row = text_print("%-24s%s", name, text ? text : "unknown");
+        put_text(stdout, NULL, "", row);
+        if (strcmp(x->string, "gpu_bytes") || !terminal) continue;
+        for (int i = 0; i < 3; i++) part[i] = json_get(facts, shares[i])->valuedouble / whole;
+        terminal->bar(stdout, MIN(columns(stdout), 60), part, 3);
+        puts("\n█ weights  ▓ cache  ▒ to work in  ░ free");
     }
 }
 
@@ -181,24 +198,56 @@ static Info describe(const char *path) {
     return m;
 }
 
+/* Prints a row, which is a line, whatever the name of a folder holds. */
+static void print_model(FILE *f, const char *name, int column, const char *row) {
+    LocalBytes shown = {0};
+    bytes_shown(&shown, name, strlen(name), false);
+    print_row(f, shown.data, column, row);
+}
+
+static uint64_t counted; /* bytes of files */
+static int count_one(const char *path, const struct stat *st, int type, struct FTW *ftw) {
+    counted += type == FTW_F ? (uint64_t)st->st_size : 0;
+    return 0;
+}
+
+/* Bytes of all files in a folder; links do not count. */
+static uint64_t folder_bytes(const char *path) {
+    counted = 0;
+    nftw(path, count_one, 16, FTW_PHYS);
+    return counted;
+}
+
+/* Bytes of a model that are here: of its weights or, before it is complete, of all that has arrived. */
+static uint64_t bytes_of_entry(const ModelEntry *m) {
+    LocalText folder = NULL;
+    LocalText locks = NULL;
+    bool part;
+    LocalText name = m->complete ? NULL : hub_owner(m->path, &folder, &locks, &part);
+    return m->complete ? m->bytes : folder_bytes(name ? folder : m->path);
+}
+
 static int run_list(const char *model) {
     LOCAL(models_free) Models here = models_list();
+    Error e;
     cJSON *all = cJSON_CreateArray();
     for (const ModelEntry *m = here.entry; m < here.entry + here.n; m++) {
         const Info info = describe(m->path);
         const char *state = !info.known ? "not supported" : m->complete ? "complete" : "incomplete";
+        const uint64_t bytes = bytes_of_entry(m);
         cJSON_AddItemToArray(all, json_object("name", json_word(m->name), "family", json_word(info.family), "bytes",
-                                              json_number((double)m->bytes), "encoding", json_word(info.encoding),
+                                              json_number((double)bytes), "encoding", json_word(info.encoding),
                                               "supported", cJSON_CreateBool(info.known), "complete",
                                               cJSON_CreateBool(m->complete), "path", json_word(m->path), NULL));
-        LocalText row = text_print("%-36s %-10s %8s  %-7s  %-13s  %s", m->name, info.family, SIZE(m->bytes),
-                                   info.encoding, state, m->path);
-        LocalBytes shown = {0}; /* a row is a line, whatever the name of a folder holds */
-        bytes_shown(&shown, row, strlen(row), false);
-        if (!given.json) puts(shown.data);
+        LocalText row = text_print("%8s  %-11s %-7s %s", SIZE(bytes), info.family, info.encoding, state);
+        LocalText line = text_print("%-36s %s  %s", m->name, row, m->path);
+        LocalBytes shown = {0};
+        bytes_shown(&shown, line, strlen(line), false);
+        if (!given.json) isatty(STDOUT_FILENO) ? print_model(stdout, m->name, 36, row) : (void)puts(shown.data);
     }
-    if (!here.n) fputs("no model is here; infer download ORG/NAME fetches one\n", stderr);
+    if (!here.n && !here.unread) fputs("no model is here; infer download ORG/NAME fetches one\n", stderr);
     json_print(all, given.json);
+    if (here.unread) fail(&e, NO_NETWORK, "%s; HF_HUB_CACHE chooses another cache", here.unread), die(&e);
     return DONE;
 }
 
@@ -209,9 +258,9 @@ int list_choose(const Models *here) {
     for (const ModelEntry *m = here->entry; m < here->entry + here->n; m++) {
         const Info info = describe(m->path);
         const char *problem = !info.known ? "not supported" : m->complete ? "" : "incomplete";
-        LocalText row = text_print("%3d. %-36s %8s  %s  %s", (int)(m - here->entry) + 1, m->name, SIZE(m->bytes),
-                                   info.encoding, problem);
-        put_text(stderr, NULL, "", row);
+        LocalText name = text_print("%3d. %s", (int)(m - here->entry) + 1, m->name);
+        LocalText row = text_print("%8s  %-7s %s", SIZE(bytes_of_entry(m)), info.encoding, problem);
+        print_model(stderr, name, 36, row);
     }
     while (!choice && isatty(STDIN_FILENO) && isatty(STDERR_FILENO)) {
         fprintf(stderr, "Select model (1-%d): ", here->n);
@@ -261,9 +310,15 @@ static int run_rm(const char *model) {
     else if (name && part && !strcasestr(name, model)) /* not the repository is meant */
         fail(&removing, USAGE, "%s is a part of %s: infer rm %s removes all of it", path, name, name);
     if (removing.code) die(&removing);
+    const uint64_t bytes = folder_bytes(folder);
+    if (isatty(STDIN_FILENO) && isatty(STDERR_FILENO)) {
+        fprintf(stderr, "Remove %s, %s? [y/N] ", name, SIZE(bytes)); /* MODEL may be a part of its name */
+        const int answer = getchar();
+        if (answer != 'y' && answer != 'Y') return FAILED;
+    }
     remove_folder(locks);
-    fprintf(stderr, "removing %s\n", folder); /* MODEL may be a part of its name */
     remove_folder(folder);
+    fprintf(stderr, "removed %s: %s freed\n", name, SIZE(bytes));
     return DONE;
 }
 

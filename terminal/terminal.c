@@ -7,11 +7,13 @@
 #undef Tokenizer
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/param.h>
 #include <sys/stat.h>
 #include <termios.h>
+#include <time.h>
 #include <unistd.h>
 #include <wchar.h>
 
@@ -46,6 +48,15 @@ static void wrap(Wrap *w, const char *text, size_t n) {
             if (cells == 2 || w->cells >= w->width) wrap_word(w); /* scripts without spaces, long words */
         }
         i += (size_t)length;
+    }
+}
+
+static void bar(FILE *f, int cells, const double *part, int n) {
+    static const char *const glyph[] = {"█", "▓", "▒"};
+    for (int i = 0, k = 0; i < cells; i++) {
+        double end = 0;
+        for (k = 0; k < n && i >= (end += part[k]) * cells;) k++;
+        fputs(k < n ? glyph[k] : "░", f);
     }
 }
 
@@ -182,9 +193,15 @@ static void editor_open(void) {
         if (keys[i].function) el_set(line, EL_ADDFN, keys[i].name, keys[i].name, keys[i].function);
         el_set(line, EL_BIND, keys[i].key, keys[i].name, NULL);
     }
-    if (!home) return;
-    char *path = editor.path = text_print("%s/.cache/infer/history", home);
-    for (char *c = path + strlen(home); (c = strchr(c + 1, '/')); *c = '/') *c = 0, mkdir(path, 0700);
+    const char *chosen = environment("INFER_HISTORY");
+    if (!home && !chosen) return;
+    char *path = editor.path = chosen ? text_print("%s", chosen) : text_print("%s/.cache/infer/history", home);
+    for (char *c = path + (chosen ? strlen(path) : strlen(home)); (c = strchr(c + 1, '/')); *c = '/')
+        *c = 0, mkdir(path, 0700);
+    const int file_written = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+    if (file_written < 0) fprintf(stderr, "infer: %s: %m; no history is kept (INFER_HISTORY chooses a file)\n", path);
+    if (file_written < 0) return free(path), (void)(editor.path = NULL);
+    close(file_written);
     const int texts = history(editor.history, &event, H_LOAD, path); /* it keeps the last HISTORY */
     if (texts < 0 && !stat(path, &file) && file.st_size) {
         fprintf(stderr, "infer: %s is no history that can be read: it stays as it is, and gets no new lines\n", path);
@@ -242,23 +259,61 @@ static bool editor_text(Bytes *out) {
     return true;
 }
 
+/* ---- settings ---- */
+
+/* Appends the prompt of a question with this effort. */
+static bool try_effort(const Chat *chat, const char *effort, Ids *ids) {
+    LOCAL(conversation_free) Conversation c = {0};
+    Error ignored;
+    conversation_init(&c);
+    conversation_set(&c.effort, effort);
+    conversation_add(&c, "user", NULL, "x", 1);
+    return chat_render(chat, &c, true, ids, &ignored);
+}
+
+/* Does the prompt change with the effort, from `one` to `two`? */
+static bool efforts_differ(const Chat *chat, const char *one, const char *two) {
+    LocalIds first = {0};
+    LocalIds second = {0};
+    return try_effort(chat, one, &first) && try_effort(chat, two, &second) &&
+           (first.n != second.n || memcmp(first.data, second.data, first.n * sizeof *first.data));
+}
+
+/* A date like 2026-11-30, or none. */
+static bool is_date(const char *text) {
+    struct tm day = {0};
+    const char *end = strlen(text) == strlen("2026-11-30") ? strptime(text, "%Y-%m-%d", &day) : NULL;
+    const int number = day.tm_mday;
+    timegm(&day); /* makes the 31st of June the 1st of July */
+    return !strcmp(text, "none") || (end && !*end && day.tm_mday == number);
+}
+
+static bool check_settings(const Session *s, const char *effort, const char *date, Error *e) {
+    if (effort && !efforts_differ(&s->chat, "low", "high") && !efforts_differ(&s->chat, "low", "none"))
+        return fail(e, USAGE, "%s has no effort to choose: its prompt names none", s->name);
+    return !date || is_date(date) || fail(e, USAGE, "--date must be a day like 2026-11-30, or none, not '%.40s'", date);
+}
+
 /* ---- slash commands ---- */
 
 static char *last_file; /* the conversation was saved to it or loaded from it */
 
 static bool slash_set(Play *p, const char *name, Error *e) {
     const Sampling *s = &settings.sampling;
+    const char *stats = begins(name, "stats") ? name + 5 + strspn(name + 5, " \t") : NULL;
+    if (stats && !text_listed("on off", stats)) return fail(e, USAGE, "stats must be on or off, not '%.40s'", stats);
+    if (stats) settings.quiet = p->m.quiet = !strcmp(stats, "off"), name = "";
     size_t n = strcspn(name, " \t");
     const Option *option = n ? option_find(settings_options, name, n) : NULL;
     if (n && !option) return fail(e, USAGE, "there is no setting '%.*s'; /set shows all", n < 40 ? (int)n : 40, name);
     if (n && !option_set(option, name + n + strspn(name + n, " \t"), e))
         return fail(e, USAGE, "%s", e->text + strspn(e->text, "-")); /* here it is no option */
     if (n && option->kind == SEED) p->answers = 0;
-    LocalText text =
-        text_print("temperature %g, top-k %d, top-p %g, min-p %g, repetition-penalty %g, frequency-penalty %g, "
-                   "presence-penalty %g, seed %llu, max-tokens %d",
-                   (double)s->temperature, s->top_k, (double)s->top_p, (double)s->min_p, (double)s->penalty,
-                   (double)s->frequency, (double)s->presence, (unsigned long long)s->seed, settings.max_tokens);
+    LocalText text = text_print(
+        "temperature %g, top-k %d, top-p %g, min-p %g, repetition-penalty %g, frequency-penalty %g, "
+        "presence-penalty %g, seed %llu, max-tokens %d, stats %s",
+        (double)s->temperature, s->top_k, (double)s->top_p, (double)s->min_p, (double)s->penalty, (double)s->frequency,
+        (double)s->presence, (unsigned long long)s->seed, settings.max_tokens, settings.quiet ? "off" : "on");
     put_text(stdout, NULL, "", text);
     return true;
 }
@@ -370,6 +425,7 @@ static void slash_help(void) {
 }
 
 static bool slash_effort(Play *p, const char *level, Error *e) {
+    if (!check_settings(&p->m, level, NULL, e)) return false;
     if (*level && !chat_effort(&p->m.chat, level, e)) return false;
     if (*level) conversation_set(&p->talk.effort, level);
     return printf("Effort: %s\n", p->talk.effort);
@@ -408,12 +464,27 @@ static bool run_slash(Play *p, char *line, Error *e) {
     return true;
 }
 
+/* Takes back the question that leaves no room in the context. */
+static void refuse(Play *p, Error *e) {
+    const size_t context = (size_t)p->m.engine.context;
+    LocalIds with = {0};
+    LocalIds rest = {0};
+    make_prompt(p, &with, e);
+    conversation_cut(&p->talk, p->talk.messages - 1);
+    make_prompt(p, &rest, e);
+    fail(e, NO_ROOM,
+         "not asked: the question has %s tokens, and %s fit behind the conversation's %s: shorten it, /clear begins "
+         "anew, "
+         "infer play --ctx chooses a larger context",
+         COUNT(with.n - rest.n), COUNT(context > rest.n ? context - 1 - rest.n : 0), COUNT(rest.n));
+}
+
 static void leave(void) { put_escape(stdout, BRACKETS_OFF); }
 
 static int play_loop(Play *p) {
     LocalBytes line = {0};
     editor_open();
-    print_row(stdout, "", 0, "✓ Ready for inference. /help lists the commands.");
+    print_row(stdout, "", 0, "/help lists the commands.");
     for (; p->loop && editor_text(&line); line.n = 0) {
         Error e;
         bool ok = true;
@@ -434,4 +505,4 @@ static int play_loop(Play *p) {
     return DONE;
 }
 
-const Terminal libedit_terminal = {play_loop, set_answering, leave, wrap};
+const Terminal libedit_terminal = {play_loop, set_answering, leave, wrap, refuse, check_settings, bar};

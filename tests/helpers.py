@@ -355,7 +355,7 @@ class Terminal:
     def ready(self):
         """Waits for the first prompt."""
         if has("terminal"):
-            self.wait("Ready for inference")
+            self.wait("/help lists")
         self.prompt()
 
     def say(self, line, *then):

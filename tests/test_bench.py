@@ -4,7 +4,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from helpers import TESTS, each, expect, has, infer, needs, refused, same, slowness
+from helpers import TESTS, Terminal, each, expect, has, infer, needs, refused, same, slowness
 from test_serve import Server
 
 NEEDS = ("commands",)  # rooms
@@ -36,6 +36,22 @@ def test_rows():
         expected = layers * (layer + chosen * expert) + head + cached
         near = abs(r["step_bytes"] - expected) < 0.006 * layers * expert + 1  # "experts" has two decimals
         same(near, True, f"bytes of a step, {r['streams']} streams at {r['depth']}")
+
+
+def test_table():
+    """Markdown in a pipe; in a terminal columns that stand below each other, as many as its window is wide."""
+    needs("terminal")
+    options = "-p 2 -n 2 -d 0,50 -b 1,2 -r 1".split()
+    lines = infer("bench", TINY, *options).text.splitlines()
+    same({line.count("|") for line in lines}, {10}, "cells of each row")
+    same(set(lines[1]), set("|-:"), "the line below the header")
+    for columns, most in ((40, "tok/s"), (80, "GB a step"), (100, "least-most")):
+        with Terminal("bench", TINY, *options, columns=columns) as t:
+            same(t.ended(), 0, "exit code")
+        rows = t.text().split("\ntest")[1].splitlines()[1:]
+        header = "test" + t.text().split("\ntest")[1].splitlines()[0]
+        expect(most in header and len(header) <= columns, f"{columns} columns: {header!r}")
+        same([len(row) for row in rows], [len(header)] * 5, f"lengths at {columns} columns")
 
 
 def test_random_weights(folder):

@@ -81,7 +81,8 @@ def test_terminal_and_no_color():
         with Terminal("explain", PARROT, "-p", "Hello <", columns=columns, **more) as t:
             same(t.ended(), 0, "exit code")
             same(b"\x1b[3" in t.raw, colours, f"colours with {columns} columns and {more}")
-            expect("first token" in t.text(), t.text())
+            expect("first token" in t.text() and "surprise in bits" in t.text(), t.text())
+    expect("surprise in bits" not in (r := infer("explain", PARROT, "Hello <")).text + r.err, "a legend in a pipe")
 
 
 def test_page(folder):
@@ -90,8 +91,11 @@ def test_page(folder):
     r = infer("explain", PARROT, "-p", text, "-o", page)
     same(r.out, b"", "stdout")
     content = page.read_text()
-    same(sorted(set(re.findall(r"<(\w+)", content))), ["b", "meta", "pre", "style", "title"], "elements")
+    same(sorted(set(re.findall(r"<(\w+)", content))), ["b", "h1", "meta", "p", "pre", "style", "title"], "elements")
     same("".join(html.unescape(b) for b in re.findall(r"<b>(.*?)</b>", content)), text.replace(" ", "␣"), "the text")
+    same([html.unescape(x) for x in re.findall(r"<(?:title|h1)>(.*?)</", content)], [f"{PARROT} reads: {text}"] * 2, "titles")
+    expect("surprise in bits" in content and "a dot is an expert" in content, "no legend")
+    expect("color-scheme:light dark" in content and "#fff" not in content, "not for dark pages")
     plain = infer("explain", PARROT, "-p", text).text
     percent = re.findall(r"([\d.]+) %", plain)
     same(re.findall(r"([\d.]+) %", re.sub(r"<style>.*</style>", "", content, flags=re.S)), percent, "percentages")

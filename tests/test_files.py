@@ -964,6 +964,28 @@ def test_weights_that_are_something_else(folder):
     refused("logits", model, "--ids", 1, words=["model.safetensors", "missing", "infer download"])
 
 
+def test_files_that_are_no_models(folder):
+    """MODEL names a file: what it is, and what would be one."""
+    needs("commands", "encodings")
+    files = {"README.md": b"# Model", "pytorch_model.bin": b"PK\3\4" + bytes(100), "old.pt": b"\x80\2" + bytes(100), "empty": b"",
+             "page.html": b"<!doctype html>", "model": b"GGUF" + bytes(100), "pointer": b"version https://git-lfs", "a.gguf": b"# Model" * 9}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    each([("text", "README.md", ["an unknown file, no model", "config.json and safetensors", ".gguf"]),
+          ("PyTorch", "pytorch_model.bin", ["PyTorch's own format, no model"]), ("older", "old.pt", ["PyTorch's own format"]),
+          ("empty", "empty", ["no model"]), ("a page", "page.html", ["a web page"]), ("no ending", "model", ["GGUF", "NAME.gguf"]),
+          ("LFS", "pointer", ["Git-LFS pointer"]), ("no GGUF", "a.gguf", ["a.gguf", "GGUF"]),
+          ("safetensors", PARROT / "model.safetensors", ["a part of a model: name its folder", f"{PARROT}\n"]),
+          ("not there", "/does/not/exist", ["/does/not/exist: No such file"]), ("nor here", "./x.gguf", ["./x.gguf: No such file"]),
+          ("above", "../x/y", ["../x/y: No such file"]), ("a device", "/dev/null", ["/dev/null"])],
+         lambda name, path, words: refused("logits", path, "--ids", 1, cwd=folder, words=words))
+    model = copy_model(PARROT, folder, keep_weights=False)
+    (model / "pytorch_model.bin").write_bytes(files["pytorch_model.bin"])
+    refused("logits", model, "--ids", 1, words=["model.safetensors: missing", "pytorch_model.bin", "safetensors"])
+    for options in (["--tap", folder / "x" / "y"], ["-o", folder / "x" / "y"], ["-o", folder]):
+        refused("logits", PARROT, "--ids", 1, *options, code=1, words=[str(options[1])])
+
+
 def test_folder_without_weights(folder):
     """A folder that holds config.json alone hides no model of its name in the hub's cache."""
     copy_model(PARROT, folder, name="models/a--b", keep_weights=False)

@@ -180,6 +180,12 @@ def test_arguments(folder):
         commit = hub.commit
         accepted = [("org/model", "main"), ("org/model@main", "main"), ("org/model@" + commit, None),
                     ("org/model@refs/pr/1", "refs/pr/1"), ("org/model@v1.0", "v1.0")]
+        pasted = [("https://huggingface.co/org/model", "main"), ("hf.co/org/model/", "main"),
+                  (hub.url + "/org/model", "main"), ("https://huggingface.co/org/model/tree/v1.0", "v1.0"),
+                  ("https://huggingface.co/org/model/blob/main/config.json?download=true", "main"),
+                  ("https://huggingface.co/org/model/tree/refs%2Fpr%2F1", "refs/pr/1"),
+                  ("https://huggingface.co/org/model/discussions/7", "main")]
+        accepted += pasted * has("commands")
         for i, (argument, ref) in enumerate(accepted):
             home = folder / str(i)
             infer("download", argument, env=env_of(hub, home))
@@ -187,7 +193,7 @@ def test_arguments(folder):
             refs = cache_of(hub, home) / "refs"
             same([str(p.relative_to(refs)) for p in refs.rglob("*") if p.is_file()], [ref] if ref else [], "refs")
         for argument in ("", "../x", "org/..", "a/b/c", "org/mo--del", "/etc", "-x/y", "org/", "/model", "org/mo del",
-                         "org/model@../../x", "org/model@", "https://huggingface.co/org/model", "org/m\x1b",
+                         "org/model@../../x", "org/model@", "https://example.com/org/model", "https://huggingface.co/org", "org/m\x1b",
                          "o" * 3000):
             refused("download", "--", argument, code=2, env=env_of(hub, folder))
         r = refuses(hub, folder, at="@" + commit[:7], code=3, words=["40 digits"])
@@ -648,6 +654,57 @@ def test_disk(folder):
         expect("HF_HOME" not in r.err, f"it is chosen already: {r.err}")
 
 
+def test_room_on_the_disk(folder):
+    """It is asked for before a byte is fetched; what is here needs none."""
+    with FakeHub({**SMALL, "big.safetensors": big_file()}) as hub:
+        fetch(hub, folder, "--include", "*.json")
+        hub.clear()
+        lfs(size=8 * 10 ** 15)(hub)
+        r = refuses(hub, folder, code=4, words=["org/model needs 8000", "more, and", "free", "HF_HOME"])
+        same([q.name for q in hub.requests if q.name], [], "what was asked for")
+        expect(str(folder) in r.err, r.err)
+
+
+def test_unreadable_cache(folder):
+    """It is no empty one: list, and whoever looks for a model, name it."""
+    (folder / "file").write_text("")
+    (folder / "loop").symlink_to("loop")
+    broken = folder / "hub" / "models--org--model"
+    broken.mkdir(parents=True)
+    (broken / "snapshots").symlink_to("snapshots")
+    for cache, word in (("file", "Not a directory"), ("loop", "Too many levels"), ("hub", "Too many levels")):
+        env = {"HF_HUB_CACHE": folder / cache, "HOME": folder}
+        if has("commands"):
+            refused("list", code=5, env=env, cwd=folder, words=[str(folder / cache), "cannot be read", word, "HF_HUB_CACHE"])
+        refused("tokenize", "zebra", env=env, cwd=folder, words=["cannot be read", word])
+
+
+def test_list_tells_what_has_arrived(folder):
+    """Of a download that was interrupted, all its bytes; rm says how many it frees, and asks first in a terminal."""
+    needs("commands")
+    with FakeHub({**SMALL, WEIGHTS: big_file()}) as hub:
+        env = env_of(hub, folder)
+        hub.rate = 8e6
+        p = start("download", "org/model", env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+        until(lambda: hub.sent.get(WEIGHTS, 0) > 4e6, "sent")
+        p.kill()
+        p.communicate()
+        here = sum(f.stat().st_size for f in cache_of(hub, folder).rglob("*") if f.is_file() and not f.is_symlink())
+        [listed] = json.loads(infer("list", "--json", env=env, cwd=folder).text)
+        same((listed["bytes"], listed["complete"]), (here, False), "bytes, complete")
+        with in_terminal(hub, folder, "rm", "org/model", cwd=folder) as t:
+            t.wait("Remove org/model, ", " MB? [y/N] ")
+            t.send("n\n")
+            same(t.ended(), 1, "exit code of a no")
+        expect(cache_of(hub, folder).exists(), "removed after a no")
+        with in_terminal(hub, folder, "rm", "org/model", cwd=folder) as t:
+            t.wait("[y/N] ")
+            t.send("y\n")
+            t.wait("removed org/model: ", " MB freed")
+            same(t.ended(), 0, "exit code")
+        expect(not cache_of(hub, folder).exists(), "not removed after a yes")
+
+
 def test_planted_links(folder):
     """Links that lead out of the cache, where files and folders are to be."""
     victim = folder / "victim"
@@ -747,12 +804,12 @@ def test_inspect(folder):
         expect(not (folder / "hf").exists(), "something was written")
         text = infer("inspect", "org/parrot", "--ctx", "128", env=env).text
         refused("inspect", "org/parrot", "--ctx", "5000", env=env, code=2, words=["5000", "4096"])
-        for word in ("gpt_oss", "MXFP4", "experts", "a context of 128", "to download", "fits"):
+        for word in ("gpt_oss", "MXFP4", "experts", "cache bytes", "to download", "fits"):
             expect(word in text, f"lacks {word}: {text}")
         same([*(folder / "tmp").iterdir()], [], "what was left")
         refused("inspect", "org/nothing", env=env, words=["/org/nothing"])
         for path in ("/no/such", "./no", folder / "no"):  # paths, never repositories
-            refused("inspect", path, env=env, cwd=folder, words=[str(path), "is no folder"])
+            refused("inspect", path, env=env, cwd=folder, words=[str(path), "No such file or directory"])
         hub.fault = lambda q: q.stall() if q.name == WEIGHTS else None
         with in_terminal(hub, folder, "inspect", "org/parrot", TMPDIR=folder / "tmp") as t:
             until(lambda: any(q.name == WEIGHTS for q in hub.requests[-1:]), "asked for")
@@ -781,6 +838,28 @@ def test_inspect(folder):
         hub.files[WEIGHTS] = File(SMALL[WEIGHTS])
         hub.fault = content(change(ignore_range=True))
         refused("inspect", "org/parrot", env=env, code=5, words=["more than the 8 bytes"])
+
+
+def test_inspect_says_each_thing_once(folder):
+    """A number a row, types by their names, rows in one order, nothing of experts in a dense model, a bar of memory."""
+    needs("commands", "families", "encodings", "terminal")
+    fixtures = PARROT.parent
+
+    def check(name, model, dense, tensors):
+        with Terminal("inspect", model, columns=60) as t:
+            same(t.ended(), 0, "exit code")
+        lines = t.text().splitlines()
+        rows = {line[:24].strip(): line[24:] for line in lines if line[24:].strip() and line[0] not in "█▓▒░"}
+        same([n for n in rows if "experts" in n and "," not in n], [] if dense else ["experts", "experts per token"], "rows")
+        same([n for n in rows if ", " in n], tensors, "kinds of tensors")
+        wrong = {n: v for n, v in rows.items() if len(re.findall(r"\d[\d.,]*", v)) > 1 and n not in ("name", "gpu")}
+        same(wrong, {}, "rows of two numbers")
+        bar = next(line for line in lines if line[0] == "█")
+        expect(re.fullmatch("█+▓*▒+░*", bar) and len(bar) == 60, f"the bar {bar!r}")
+    each([("dense", fixtures / "gguf" / "Q4_K_M.gguf", True, ["embedding, Q6_K", "attention, Q4_K", "attention, F16",
+                                                              "attention, Q6_K", "mlp, F16", "mlp, Q4_K", "rest, F32"]),
+          ("experts", fixtures / "qwen3_moe", False, ["embedding, BF16", "attention, BF16", "mlp, BF16", "experts, BF16",
+                                                      "head, BF16", "rest, BF16"])], check)
 
 
 def test_same_names(folder):
@@ -825,7 +904,7 @@ def test_same_names(folder):
             infer("rm", "rg/onl", env=env, cwd=folder)
             expect(not only.exists(), "rm of a part of the name, where a model is one file")
         r = infer("rm", path, env=env, cwd=folder)
-        expect(r.err == f"removing {cache_of(hub, folder)}\n", f"rm says what goes: {r.err}")
+        expect(re.fullmatch(r"removed org/model: [\d.]+ kB freed\n", r.err), f"rm says what is gone: {r.err}")
         expect(not cache_of(hub, folder).exists(), "rm of a path")
         same(hub.asked(), 0, "requests")
 
@@ -860,15 +939,15 @@ def test_doctor(folder):
 
 # ---- in a terminal
 
-def in_terminal(hub, folder, *args, columns=80, **env):
-    return Terminal(*args, columns=columns, **env_of(hub, folder, **env))
+def in_terminal(hub, folder, *args, columns=80, cwd=None, **env):
+    return Terminal(*args, columns=columns, cwd=cwd, **env_of(hub, folder, **env))
 
 
 def test_terminal(folder):
     with FakeHub({**SMALL, "big.safetensors": big_file()}) as hub:
         hub.rate = 8e6
         with in_terminal(hub, folder, "download", "org/model") as t:
-            t.wait("✓ config.json", "% of 70.3 MB  big.safetensors\n", "% of 71.1 MB, ", "/s, ", " s left")
+            t.wait("✓ config.json", "% of 70.3 MB  big.safetensors\n", *["░"] * has("terminal"), "% of 71.1 MB, ", "/s, ", " s left")
             sent = hub.sent["big.safetensors"]
             until(lambda: hub.sent["big.safetensors"] > sent + (12 << 20), "sent")
             os.kill(t.process.pid, signal.SIGINT)
@@ -901,7 +980,7 @@ def test_offer(folder):
         with in_terminal(hub, folder, *ASK) as t:
             t.wait("is not here whole. Download it? [y/N] ")
             t.send("y\n")
-            t.wait("✓ model.safetensors", "Generated at")
+            t.wait("✓ model.safetensors", " tokens/s")
             same(t.ended(), 0, "exit code")
 
 
@@ -916,7 +995,7 @@ def test_shards_in_a_narrow_terminal(folder):
                     t.wait("MB")
             os.kill(t.process.pid, signal.SIGINT)
             same(t.ended(), 130, "exit code")
-        cut = re.findall(rb"\x1b\[\?7l([^\x1b]*)\x1b\[\?7h", t.raw)
+        cut = re.findall(rb"\x1b\[\?7l([^\x1b]*)\x1b\[", t.raw)
         for name in names:
             expect(any(f" of 1.0 MB  {name}"[:32].encode() in part for part in cut), f"{name} is not in {cut[-3:]}")
 

@@ -12,11 +12,13 @@ import time
 
 from test_chat import LOOKS_LIKE_CALLS, speaker
 
-from helpers import (CHECKED, CONVERSATIONS, DATE, FIXTURES, GOLDENS, PARROT, Skip, Terminal, answered, check_sanitizers,
+from helpers import (CHECKED, CONVERSATIONS, DATE, FIXTURES, GOLDENS, HOME, PARROT, Skip, Terminal, answered, check_sanitizers,
                      conversation, copy_model, data, each, expect, has, ids_of, infer, needs, patience, play, read_json,
                      read_safetensors, refused, render, same, start, until, write_json)
 
-STATISTICS = re.compile(r"\[Generated at [\d.]+ tokens/sec · (\d+) tokens?(?: \(\d+ thinking\))? · .* · (.+)\]\n")
+REASONS = "token limit|stop text|context full|interrupted|tool call"
+STATISTICS = re.compile(rf"\[[\d.]+ tokens/s · (\d+) tokens?(?: · ({REASONS}))? · context \d+% · .*\]\n")
+TOLD = " tokens/s"  # the statistics
 GREEDY = ["--temperature", "0", "--date", DATE]
 HELLO = CONVERSATIONS["hello"]["turns"][0]
 COUNT = CONVERSATIONS["count"]["turns"][0]
@@ -47,7 +49,7 @@ def test_only_the_answer_is_on_stdout(folder):
         r = infer("play", PARROT, *prompt, *GREEDY, *options_of(c), stdin="" if prompt else turn["user"])
         same(r.text, turn["answer"] + "\n", "stdout")
         found = STATISTICS.search(r.err)
-        expect(found and found[2] == "end" and int(found[1]) == len(turn["completion_ids"]), f"stderr: {r.err!r}")
+        expect(found and not found[2] and int(found[1]) == len(turn["completion_ids"]), f"stderr: {r.err!r}")
         expect("thinking:" not in r.err, f"thinking is shown without a terminal: {r.err!r}")
     each([(n, "-p", c) for n, c in WITHOUT_TOOLS] + [(n, way, CONVERSATIONS[n]) for n in (
         "hello_pirate", "control_text", "code") for way in ("-f", "stdin")], check)
@@ -115,7 +117,7 @@ def test_token_limit():
         expect(reason != "end" or found["text"] == HELLO["answer"], f"text {found['text']!r}")
         r = ask("Hello!", "--max-tokens", limit)
         same(r.text, found["text"] + "\n", "stdout")
-        expect(STATISTICS.search(r.err)[2] == reason, f"stderr: {r.err!r}")
+        expect((STATISTICS.search(r.err)[2] or "end") == reason, f"stderr: {r.err!r}")
     each([("in the answer", 40, "token limit"), ("one before the end", len(ids) - 1, "token limit"),
           ("at the end", len(ids), "end"), ("behind the end", len(ids) + 1, "end"), ("0: none", 0, "end")], check)
 
@@ -161,8 +163,8 @@ def test_context():
           ("prompt fits exactly", ["--ctx", n], 4, ["--ctx"]),
           ("full while thinking", ["--ctx", n + 10], 1, ["context full"]),
           ("full in the answer", ["--ctx", n + 45], 0, ["context full"]),
-          ("enough", ["--ctx", n + len(HELLO["completion_ids"])], 0, [" end]"]),
-          ("all of it", ["--ctx", 4096], 0, [" end]"]),
+          ("enough", ["--ctx", n + len(HELLO["completion_ids"])], 0, [" tokens · context "]),
+          ("all of it", ["--ctx", 4096], 0, [" tokens · context "]),
           ("more than the model was made for", ["--ctx", 4097], 2, ["4097", "4096"])], check)
 
 
@@ -238,7 +240,7 @@ def test_stdin_is_a_terminal():
 
 
 def test_stdout_that_cannot_be_written():
-    """A full disk and a pipe that nobody reads: exit code 1 and one line."""
+    """A full disk: exit code 1 and one line. A pipe that nobody reads: silence, as of other tools."""
     def check(name, *args):
         with open("/dev/full", "wb") as full, start(*args, stdin=subprocess.DEVNULL, stdout=full, stderr=-1) as p:
             err = p.communicate(timeout=patience(60))[1].decode()
@@ -248,7 +250,7 @@ def test_stdout_that_cannot_be_written():
         with start(*args, stdin=subprocess.DEVNULL, stdout=writer, stderr=-1) as p:
             os.close(writer)
             err = p.communicate(timeout=patience(60))[1].decode()
-        expect(p.returncode == 1 and "infer: the output" in err, f"closed pipe: exit code {p.returncode}, {err!r}")
+        same((p.returncode, err), (128 + signal.SIGPIPE, ""), "closed pipe: exit code and stderr")
     each([("play", "play", PARROT, "-p", "Count.", *GREEDY), ("--json", "play", PARROT, "-p", "Hello!", "--json", *GREEDY),
           ("tokenize", "tokenize", PARROT), *[("list", "list")] * has("commands"), ("logits", "logits", PARROT, "-p", "x"),
           ("--help", "play", "--help"), ("--version", "--version")], check)
@@ -290,6 +292,75 @@ def test_wrong_models(folder):
          lambda name, model, words: refused("play", *model, "-p", "x", cwd=empty, words=words))
 
 
+def test_words_of_other_programs():
+    """They are named with what they mean here, and so are slips; nothing far-fetched is."""
+    needs("commands")
+    home = copy_model(PARROT, HOME, name="slips/models/parrot").parent.parent
+    each([("run", ["run", "x"], "infer play?"), ("pull", ["pull", "x"], "infer download?"), ("ls", ["ls"], "infer list?"),
+          ("delete", ["delete"], "infer rm?"), ("swapped", ["downlaod"], "infer download?"), ("begun", ["tok"], "infer tokenize?"),
+          ("-n", ["play", "-n", "5"], "--max-tokens?"), ("-t", ["play", "-t", "1"], "--temperature?"),
+          ("-m", ["play", "-m", "x"], "the model needs no option"), ("--model=x", ["bench", "--model=x"], "needs no option"),
+          ("a letter missing", ["play", "--temprature", "1"], "--temperature?"), ("two swapped", ["play", "--tpo-k", "1"], "--top-k?"),
+          ("begun", ["play", "--max", "1"], "--max-tokens?"), ("a model", ["play", "parrto", "-p", "x"], "models/parrot?"),
+          ("a prompt alone", ["play", "Why is it so?", "-p", "x"], "a prompt stands behind MODEL"),
+          ("a text without quotes", ["play", "parrot", "why", "so"], "a text without quotes")],
+         lambda name, args, words: refused(*args, code=3 if "-p" in args else 2, words=[words], cwd=home))
+    for args in (["zebra"], ["play", "--zebra"], ["play", "zebra", "-p", "x"], ["render", "-n", "5"]):
+        expect("did you mean" not in infer(*args, code=None).err, f"{args}")
+
+
+def test_a_prompt_behind_the_model():
+    same(infer("play", PARROT, "Hello!", *GREEDY).text, HELLO["answer"] + "\n", "stdout")
+    expect("no room" not in infer("logits", PARROT, "Hello!", "--top", 1).err, "logits")
+    refused("play", PARROT, "Hello!", "-f", "x", code=2, words=["-p", "-f"])
+
+
+def test_quiet():
+    """--quiet leaves only the answer, in a terminal too; /set stats switches what stands behind it."""
+    same(ask("Hello!", "--quiet").err, "", "stderr")
+    with Terminal("play", PARROT, "-p", "Hello!", "--quiet", "--hide-thinking", *GREEDY) as t:
+        same(t.ended(), 0, "exit code")
+    same(t.text().strip(), HELLO["answer"], "what a terminal shows")
+    if not has("terminal"):
+        return
+    with play() as t:
+        expect("stats on" in t.say("/set") and "stats off" in t.say("/set stats off"), "/set")
+        same(t.say("Hello!", HELLO["answer"] + "\n"), shown_turn(HELLO) + "\n", "with stats off")
+        t.say("/set stats on")
+        expect(TOLD in t.say("Hello!", TOLD), "with stats on")
+        same(t.say("/set stats maybe"), "stats must be on or off, not 'maybe'\n", "a wrong value")
+
+
+def test_statistics_are_one_line():
+    """At any width, the most important first; a name of the model, its family and context after loading."""
+    for columns in (40, 80, 100):
+        with play(columns=columns) as t:
+            lines = t.say("Hello!", TOLD).splitlines()
+            at = next(i for i, line in enumerate(lines) if TOLD in line)
+            expect(lines[at].endswith("]") and len(lines[at]) <= columns, f"{columns} columns: {lines[at:]}")
+            expect(("first in" in lines[at]) == (columns > 40), f"{columns} columns: {lines[at]}")
+        expect(f"✓ {PARROT} · gpt_oss · context 4,096 /help" in " ".join(t.text().split()), t.text()[:200])
+
+
+def test_dates():
+    """A day that the calendar has."""
+    needs("terminal")
+    for date in ("yesterday", "2026-02-30", "2026-13-01", "2026-1-1", "26-01-01", "", "2026-01-01x", "None"):
+        refused("play", PARROT, "-p", "x", "--date", date, code=2, words=["--date must be a day like", f"'{date}'"])
+    ask("Hello!", "--date", "2024-02-29", "--max-tokens", 1, code=1)
+
+
+def test_effort_of_a_model_without(folder):
+    """It says so, instead of agreeing to what makes no difference."""
+    needs("terminal", "formats", "families")
+    model = speaker("Qwen2.5", folder, *LOOKS_LIKE_CALLS[0][1])
+    refused("play", model, "-p", "Hi", "-e", "low", code=2, words=["has no effort to choose"])
+    with Terminal("play", model, *GREEDY) as t:
+        t.ready()
+        for command in ("/effort", "/effort high", "/effort huge"):
+            expect("has no effort to choose" in t.say(command), command)
+
+
 def test_commands_and_help():
     each([("--help", ["--help"], 0, "infer "), ("--version", ["--version"], 0, "infer "), ("nothing", [], 2, ""),
           ("unknown command", ["zebra"], 2, ""), *((f"{c} --help", [c, "--help"], 0, f"infer {c}") for c in (
@@ -318,7 +389,7 @@ def test_interrupted_answer():
     same(p.returncode, 130, "exit code")
     expect(text.endswith("\n") and COUNT["answer"].startswith(text[:-1]), f"stdout {text!r}")
     expect(len(text) < len(COUNT["answer"]), "it went on")
-    expect("interrupted]" in err.decode(), f"stderr {err!r}")
+    expect("interrupted ·" in err.decode(), f"stderr {err!r}")
 
 
 def test_interrupted_reasoning():
@@ -338,7 +409,7 @@ def processor_time(process):
 def test_interrupted_prompt(folder):
     (folder / "prompt").write_text("~" * 3900)  # as many tokens: seconds of reading
     with Terminal("play", PARROT, "-f", folder / "prompt", *GREEDY) as t:
-        t.wait("Model loaded")
+        t.wait("✓ ", "context 4,096")
         loaded = processor_time(t.process)
         until(lambda: processor_time(t.process) > loaded + 0.3, "reading")
         t.send("\x03")
@@ -422,13 +493,18 @@ def text_of_ids(ids):
 
 def prompt_size(shown):
     """Tokens of the prompt, as the statistics say."""
-    return int(re.findall(r" · prompt (\d+) \(", shown)[-1])
+    return int(re.findall(r" · prompt (\d+), ", shown)[-1])
 
 
 def size_of(*texts, **more):
     """Tokens of the prompt of a conversation: question, answer, question, ... An answer of None is missing."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts) if text]
     return len(render({"messages": messages, "date": DATE, **more}))
+
+
+def before(shown):
+    """What stands in front of the statistics."""
+    return re.split(r"\[[\d.]+ tokens/s", shown)[0]
 
 
 def questions(t):
@@ -440,9 +516,9 @@ def test_conversations_in_a_terminal():
     def check(name, c):
         with play(*options_of(c)) as t:
             for i, turn in enumerate(c["turns"]):
-                shown = t.say(turn["user"], "[Generated")
-                same(shown[:shown.rindex("[Generated")], shown_turn(turn), f"turn {i}")
-                expect(STATISTICS.search(shown)[2] == "end", f"statistics {shown[-100:]!r}")
+                shown = t.say(turn["user"], TOLD)
+                same(before(shown), shown_turn(turn), f"turn {i}")
+                expect(not STATISTICS.search(shown)[2], f"statistics {shown[-100:]!r}")
                 same(prompt_size(shown), len(turn["prompt_ids"]), f"tokens of the prompt of turn {i}")
                 if has("terminal"):
                     same(t.say("/prompt"), answered(name, i) + "\n", f"/prompt after turn {i}")
@@ -457,10 +533,10 @@ def test_prompt_is_what_render_gives():
     chat = {"messages": [{"role": "system", "content": "Be brief."}], "reasoning_effort": "high", "date": DATE}
     with play("-s", "Be brief.", "-e", "high") as t:
         for question in ("Hello!", "My name is Bob.", "What is my name?"):
-            shown = t.say(question, "[Generated")
+            shown = t.say(question, TOLD)
             chat["messages"].append({"role": "user", "content": question})
             same(prompt_size(shown), len(render(chat)), "tokens of the prompt")
-            answer = re.search(r"Assistant: (.*)\n\[Generated", shown, re.S)[1]
+            answer = re.search(r"Assistant: (.*)\n\[[\d.]+ tokens/s", shown, re.S)[1]
             chat["messages"].append({"role": "assistant", "content": answer})
             if has("terminal"):
                 same(t.say("/prompt"), infer("render", PARROT, stdin=json.dumps(chat)).text + "\n", "/prompt")
@@ -472,13 +548,13 @@ LOW = CONVERSATIONS["hello_low"]["turns"][0]
 COMMANDS = [  # typed, what is shown
     ("/retry", ["no question"]), ("/undo", ["no question"]), ("/context", [" of 4,096 tokens"]),
     ("/help", ALL), ("/?", ALL), ("exit", ["/exit"]), ("/effort", ["medium"]), ("/effort low", ["low"]), 
-    ("Hello!", [shown_turn(LOW), "end]", f"prompt {len(LOW['prompt_ids'])} (", f"{len(LOW['completion_ids'])} tokens"]),
+    ("Hello!", [shown_turn(LOW), f"prompt {len(LOW['prompt_ids'])}, ", f"{len(LOW['completion_ids'])} tokens"]),
     ("/undo", ["Hello!"]), ("/effort high", ["high"]),
     ("Hello!", [shown_turn(CONVERSATIONS["hello_high"]["turns"][0])]), ("/undo", ["Hello!"]),
     ("/effort medium", ["medium"]), ("/system", ["none"]), ("/system Be a pirate.", ["Be a pirate."]),
     ("Hello!", ["Assistant: Arr! Hello!"]), ("/system", ["Be a pirate."]), ("/retry", ["Assistant: Arr! Hello!"]),
     ("/set", ["temperature 0", "top-k 0", "top-p 1", "max-tokens 0"]), ("/set max-tokens 5", ["max-tokens 5"]),
-    ("/retry", ["token limit]", "/set max-tokens"]), ("/set max-tokens 0", ["max-tokens 0"]),
+    ("/retry", ["token limit ·", "/set max-tokens"]), ("/set max-tokens 0", ["max-tokens 0"]),
     ("/retry", ["Assistant: Arr! Hello!"]), ("/set seed 7", ["seed 7"]), ("/set temperature 50", ["temperature 50"]),
     ("/set top-k 1", ["top-k 1"]), ("/retry", ["Assistant: Arr! Hello!", "seed 7"]), ("/clear", []),
     ("/undo", ["no question"]), ("/system", ["Be a pirate."]), ("/prompt", ["Be a pirate.<|end|><|start|>assistant"]),
@@ -490,7 +566,7 @@ def test_slash_commands():
     with play() as t:
         for typed, texts in COMMANDS:
             answers = typed == "Hello!" or (typed == "/retry" and "no question" not in texts)
-            shown = t.say(typed, *(["[Generated"] if answers else []))
+            shown = t.say(typed, *([TOLD] if answers else []))
             missing = [text for text in texts if text not in shown]
             expect(not missing, f"{typed} does not show {missing}: {shown!r}")
 
@@ -510,7 +586,7 @@ def test_default_settings():
     if not has("terminal"):
         return
     with Terminal("play", PARROT) as t:
-        t.wait("Ready")
+        t.wait("/help lists")
         t.prompt()
         shown = t.say("/set")
         same(t.say("/set temperature hot"), "temperature must be 0 to 100, not 'hot'\n", "a wrong setting")
@@ -523,32 +599,32 @@ def test_default_settings():
 def test_answers_draw_with_the_seed_plus_their_ordinal():
     def answers(seed, *commands):
         with play("--temperature", "3", "--seed", seed, "--max-tokens", 60) as t:
-            shown = [t.say(command, "[Generated") for command in commands]
-        seeds = [int(re.search(r" · seed (\d+) · ", s)[1]) for s in shown]
+            shown = [t.say(command, TOLD) for command in commands]
+        seeds = [int(re.search(r" · seed (\d+)", s)[1]) for s in shown]
         same(seeds, list(range(seed, seed + len(shown))), "seeds in the statistics")
-        return [s.split("[Generated")[0] for s in shown]
+        return [before(s) for s in shown]
     same(answers(5, "Hello!", "Hello!")[0], answers(5, "Hello!")[0], "the first answer")
     if not has("terminal"):
         return
     second = answers(5, "Hello!", "/retry")[1]
     same(answers(6, "Hello!")[0], second, "the answer with the next seed")
     with play("--temperature", "3", "--seed", 1, "--max-tokens", 60) as t:
-        t.say("Hello!", "[Generated")
+        t.say("Hello!", TOLD)
         t.say("/set seed 6")
-        same(t.say("/retry", "[Generated").split("[Generated")[0], second, "the answer with the seed that was set")
+        same(before(t.say("/retry", TOLD)), second, "the answer with the seed that was set")
 
 
 def test_bad_commands_change_nothing():
     """They say what is wrong, and nothing of them goes to the model."""
     needs("terminal")
     with play(*SHORT) as t:
-        t.say("Hello!", "[Generated")
+        t.say("Hello!", TOLD)
         before = t.say("/prompt"), t.say("/set")
         for typed in BAD:
             shown = t.say(typed)
-            expect(shown.strip() and "Generated" not in shown and "Assistant:" not in shown, f"{typed} shows {shown!r}")
+            expect(shown.strip() and TOLD not in shown and "Assistant:" not in shown, f"{typed} shows {shown!r}")
         same((t.say("/prompt"), t.say("/set")), before, "/prompt and /set")
-        t.say(" /foo", "[Generated")
+        t.say(" /foo", TOLD)
         expect("<|start|>user<|message|>/foo<|end|>" in t.say("/prompt"), "a space before it should send it as text")
 
 
@@ -559,7 +635,7 @@ def test_empty_lines_say_nothing():
             t.prompt()
         if has("terminal"):
             same(t.say("/retry"), "there is no question yet\n", "/retry")
-        same(prompt_size(t.say("Hello!", "[Generated")), size_of("Hello!"), "tokens of the prompt")
+        same(prompt_size(t.say("Hello!", TOLD)), size_of("Hello!"), "tokens of the prompt")
 
 
 def test_several_lines():
@@ -571,12 +647,12 @@ def test_several_lines():
         t.prompt("...  ")
         t.send("\n")
         t.prompt("...  ")
-        t.say('three"""', "[Generated")
+        t.say('three"""', TOLD)
         expect("<|message|>one\n  two /help\n\nthree<|end|>" in t.say("/prompt"), "the lines are not in the prompt")
         for line in ('"""', "one", "two"):
             t.send(line + "\n")
             t.prompt("...  ")
-        t.say('"""', "[Generated")
+        t.say('"""', TOLD)
         expect("<|message|>one\ntwo<|end|>" in t.say("/prompt"), "quotes on lines of their own add line breaks")
         before = t.say("/prompt")
         t.send('"""a\n')
@@ -584,7 +660,7 @@ def test_several_lines():
         t.send("b\x03")
         t.prompt()
         same(t.say("/prompt"), before, "/prompt after Ctrl+C between the quotes")
-        t.say('"""Hello!"""', "[Generated")
+        t.say('"""Hello!"""', TOLD)
         expect("<|message|>Hello!<|end|>" in t.say("/prompt"), "one line in quotes is not in the prompt")
 
 
@@ -596,8 +672,8 @@ def test_ctrl_c_at_the_prompt_clears_the_line():
         t.prompt()
         t.send("\x03")
         t.prompt()
-        shown = t.say("Hello!", "[Generated")
-        same(shown.split("[Generated")[0], shown_turn(HELLO), "the answer")
+        shown = t.say("Hello!", TOLD)
+        same(before(shown), shown_turn(HELLO), "the answer")
         same(prompt_size(shown), size_of("Hello!"), "tokens of the prompt")
         if has("terminal"):
             same(t.say("/prompt"), answered("hello") + "\n", "/prompt")
@@ -627,7 +703,7 @@ def interrupted(question, at):
         shown = t.wait(at)
         t.send("\x03")
         shown += t.prompt()
-        if "interrupted]" in shown:
+        if "interrupted ·" in shown:
             return t, shown
         with t:
             pass  # it leaves
@@ -637,9 +713,9 @@ def interrupted(question, at):
 def test_ctrl_c_while_answering_keeps_what_is_there():
     t, shown = interrupted("Count.", "Assistant: 1 2 3")
     with t:
-        partial = re.search(r"Assistant: (.*?)\n?\[Generated", shown, re.S)[1].replace("^C", "").rstrip("\n")
+        partial = re.search(r"Assistant: (.*?)\n?\[[\d.]+ tokens/s", shown, re.S)[1].replace("^C", "").rstrip("\n")
         expect(len(partial) < len(COUNT["answer"]), "it went on")
-        went_on = t.say("Thank you.", "[Generated")
+        went_on = t.say("Thank you.", TOLD)
         expect("Assistant: " in went_on, "the conversation does not go on")
         expect(prompt_size(went_on) > size_of("Count.", "1 2 3", "Thank you.") - 1, "the answer's beginning is not kept")
         if not has("terminal"):
@@ -669,7 +745,7 @@ def test_ctrl_c_discards_nothing_that_is_still_to_be_shown():
             time.sleep(begun)
             t.send("\x03")
             shown = t.wait("You: Count.") + t.prompt()
-            if partial := re.search(r"\nAssistant: (.*?)\n?\[Generated.*interrupted]", shown, re.S):
+            if partial := re.search(r"\nAssistant: (.*?)\n?\[[\d.]+ tokens/s.*interrupted", shown, re.S):
                 break
         expect(partial and shown.count("this list\n") == 7, f"shown {shown!r}")
         expect(COUNT["answer"].startswith(partial[1].rstrip()), f"shown {partial[1]!r}")
@@ -714,10 +790,10 @@ def test_ctrl_c_while_thinking_drops_the_turn():
     with t:
         expect("Assistant:" not in shown, f"an answer: {shown!r}")
         if not has("terminal"):
-            size = prompt_size(t.say("Hello!", "[Generated"))
+            size = prompt_size(t.say("Hello!", TOLD))
             return same(size, size_of("Think.", None, "Hello!"), "tokens of the prompt behind it")
         same(t.say("/prompt"), THINK["prompt"] + "\n", "/prompt")
-        expect("Assistant: Done.\n" in t.say("/retry", "[Generated"), "/retry does not answer")
+        expect("Assistant: Done.\n" in t.say("/retry", TOLD), "/retry does not answer")
         same(t.say("/prompt"), answered("think") + "\n", "/prompt")
 
 
@@ -737,12 +813,12 @@ def test_ctrl_c_many_times_never_ends_the_program():
         t.seen = len(t.text())
         t.send("\x03")
         t.prompt()
-        t.say("Hello!", "[Generated")
+        t.say("Hello!", TOLD)
 
 
 def test_ctrl_d_leaves():
     with play() as t:
-        t.say("Hello!", "[Generated")
+        t.say("Hello!", TOLD)
         t.send("\x04")
         same(t.ended(), 0, "exit code")
         expect(t.text().endswith("Goodbye!\n" if has("terminal") else "You: \n"), f"the end {t.text()[-50:]!r}")
@@ -753,7 +829,7 @@ def test_typed_text_of_any_language():
         text = "Grüße, 漢字 и 😀!"
         with play(*SHORT, LC_ALL=locale) as t:
             t.send(text + "\n")
-            shown = t.wait("[Generated") + t.prompt()
+            shown = t.wait(TOLD) + t.prompt()
             same(prompt_size(shown), size_of(text, reasoning_effort="low"), "tokens of the prompt")
             if has("terminal"):
                 same(questions(t), [text], "the question in /prompt")
@@ -765,9 +841,9 @@ def test_what_is_typed_ahead_waits():
         t.send("Count.\n")
         t.wait("Assistant: 1 2 3")
         t.send("Hello!\n")
-        shown = t.wait("[Generated").replace("Hello!\n" * (not has("terminal")), "", 1)  # the terminal shows what is typed
+        shown = t.wait(TOLD).replace("Hello!\n" * (not has("terminal")), "", 1)  # the terminal shows what is typed
         expect(COUNT["answer"].split("1 2 3", 1)[1] in shown, f"the answer is broken: {shown!r}")
-        second = t.wait("[Generated") + t.prompt()
+        second = t.wait(TOLD) + t.prompt()
         same(prompt_size(second), size_of("Count.", COUNT["answer"], "Hello!"), "tokens of the prompt")
         if has("terminal"):
             expect("<|message|>Hello!<|end|>" in t.say("/prompt"), "the question is lost")
@@ -777,8 +853,8 @@ def test_save_and_load(folder):
     needs("terminal")
     first, other = folder / "first.json", folder / "other"
     with play("-s", "Be a pirate.", "-e", "low", "--max-tokens", 20, HOME=folder) as t:
-        t.say("My name is Ada.", "[Generated")
-        t.say("Show me code.", "[Generated")
+        t.say("My name is Ada.", TOLD)
+        t.say("Show me code.", TOLD)
         before = t.say("/prompt")
         t.say(f"/save {first}", str(first))
         for command in ("/clear", "/system Be brief.", "/effort high", f"/load {first}"):
@@ -814,13 +890,13 @@ def test_save_and_load(folder):
 def test_load_in_another_session(folder):
     needs("terminal")
     with play() as t:
-        t.say("My name is Ada.", "[Generated")
+        t.say("My name is Ada.", TOLD)
         t.say(f"/save {folder}/name.json", "Saved")
     with play() as t:
         t.say(f"/load {folder}/name.json", "Loaded")
         same(t.say("/prompt"), answered("name", 0) + "\n", "/prompt")
-        shown = t.say("What is my name?", "[Generated")
-        same(shown.split("[Generated")[0], shown_turn(CONVERSATIONS["name"]["turns"][1]), "the answer")
+        shown = t.say("What is my name?", TOLD)
+        same(before(shown), shown_turn(CONVERSATIONS["name"]["turns"][1]), "the answer")
 
 
 def test_save_and_load_keep_everything(folder):
@@ -848,7 +924,7 @@ def test_a_call_survives_save_and_load(folder):
     write_json(folder / "a.json", {**conversation("weather", 0), "messages": []})
     with play() as t:
         t.say(f"/load {folder}/a.json", "Loaded")
-        shown = t.say(turn["user"], "[Generated")
+        shown = t.say(turn["user"], TOLD)
         call = f"tool call: functions.{turn['call']['name']} {turn['call']['arguments']}"
         expect(call in shown, f"shown {shown!r}")
         before = t.say("/prompt")
@@ -873,7 +949,7 @@ def test_load_refuses_and_keeps_the_conversation(folder):
     bad = {"empty": b"", "json": b"{", "array": b"[1]", "role": b'{"messages": [{"role": "king"}]}', "bytes": b"\xff",
            "twice": b'{"messages": [], "messages": []}', "effort": b'{"messages": [], "reasoning_effort": "huge"}'}
     with play() as t:
-        t.say("Hello!", "[Generated")
+        t.say("Hello!", TOLD)
         for name, text in bad.items():
             (folder / name).write_bytes(text)
             expect("Loaded" not in t.say(f"/load {folder / name}"), f"{name} was loaded")
@@ -886,19 +962,19 @@ def test_undo_retry_clear():
     needs("terminal")
     first, second = (shown_turn(turn) for turn in CONVERSATIONS["name"]["turns"])
     with play() as t:
-        t.say("My name is Ada.", "[Generated")
-        t.say("Hello!", "[Generated")
+        t.say("My name is Ada.", TOLD)
+        t.say("Hello!", TOLD)
         t.say("/undo")
         same(t.say("/prompt"), answered("name", 0) + "\n", "/prompt after /undo")
-        same(t.say("What is my name?", "[Generated").split("[Generated")[0], second, "the answer after /undo")
+        same(before(t.say("What is my name?", TOLD)), second, "the answer after /undo")
         same(t.say("/prompt"), answered("name", 1) + "\n", "/prompt after two turns")
-        same(t.say("/retry", "[Generated").split("[Generated")[0], second, "the answer after /retry")
+        same(before(t.say("/retry", TOLD)), second, "the answer after /retry")
         same(t.say("/prompt"), answered("name", 1) + "\n", "/prompt after /retry")
         t.say("/undo")
         t.say("/undo")
-        same(t.say("My name is Ada.", "[Generated").split("[Generated")[0], first, "the answer after two times /undo")
+        same(before(t.say("My name is Ada.", TOLD)), first, "the answer after two times /undo")
         t.say("/clear")
-        expect("I do not know your name." in t.say("What is my name?", "[Generated"), "/clear does not forget")
+        expect("I do not know your name." in t.say("What is my name?", TOLD), "/clear does not forget")
         same(t.say("/prompt"), answered("name_unknown") + "\n", "/prompt after /clear")
 
 
@@ -917,13 +993,13 @@ def test_preamble_that_nothing_follows():
     same(ask("Make a plan.", *limited).text, said + "\n", "stdout")
     same(ask_json("Make a plan.", *limited)["text"], said, "text")
     with play(*limited) as t:
-        expect("no answer" not in t.say("Make a plan.", "token limit]"), "it counts as no answer")
+        expect("no answer" not in t.say("Make a plan.", "token limit ·"), "it counts as no answer")
         if not has("terminal"):
             messages = [{"role": "user", "content": "Make a plan."}, {"role": "user", "content": "Hello!"}]
             messages.insert(1, {"role": "assistant", "channel": "commentary", "content": said,
                                 "reasoning_content": PLAN["thinking"]})
             size = len(render({"messages": messages, "date": DATE}))
-            return same(prompt_size(t.say("Hello!", "[Generated")), size, "tokens of the prompt behind it")
+            return same(prompt_size(t.say("Hello!", TOLD)), size, "tokens of the prompt behind it")
         expect(f"<|channel|>commentary<|message|>{said}<|end|>" in t.say("/prompt"), "it is not kept")
 
 
@@ -933,15 +1009,15 @@ CURES = [*["/undo", "/clear"] * has("terminal"), "--ctx"]
 def test_context_full():
     """Nothing is dropped silently: one line names the ways out."""
     with play("--ctx", SIZE) as t:
-        t.say(FIRST["user"], "end]")
-        shown = t.say(SECOND["user"], "context full]", "full", *CURES)
-        same(len(shown.split("context full]")[1].strip().splitlines()), 1, "lines")
+        t.say(FIRST["user"], " tokens · context ")
+        shown = t.say(SECOND["user"], "context full ·", "full", *CURES)
+        same(len(shown.split("context full ·")[1].strip().splitlines()), 2, "lines, of the statistics one")
         if not has("terminal"):
             return
         same(questions(t), [FIRST["user"], SECOND["user"]], "questions")
         t.say("/undo")
         t.say("/clear")
-        expect("I do not know your name." in t.say(SECOND["user"], "[Generated"), "/clear makes no room")
+        expect("I do not know your name." in t.say(SECOND["user"], TOLD), "/clear makes no room")
 
 
 def test_question_that_does_not_fit():
@@ -949,21 +1025,28 @@ def test_question_that_does_not_fit():
     while len(prompt := render({"messages": [{"role": "user", "content": long}], "date": DATE})) < room:
         long += " Hello!"
     with play("--ctx", len(prompt) + 3) as t:  # too few for any answer
-        t.say("Hello!", "end]")
-        expect("reading" not in t.say(long, "full", *CURES), "the line that shows waiting stays")
+        t.say("Hello!", " tokens · context ")
         if not has("terminal"):
+            t.say(long, "full", *CURES)
             return
-        same(questions(t), ["Hello!", long], "questions")
+        fits = len(prompt) + 2 - (rest := size_of("Hello!", HELLO["answer"]))
+        asked = size_of("Hello!", HELLO["answer"], long)
+        shown = t.say(long, "not asked", f"has {asked - rest} tokens", f"{fits} fit", f"conversation's {rest}", *CURES[1:])
+        expect("reading" not in shown, "the line that shows waiting stays")
+        same(questions(t), ["Hello!"], "questions")
+        same(t.say("Hi", TOLD).count("not asked"), 0, "what fits is asked")
         t.say("/undo", "Taken back")
-        expect(shown_turn(HELLO) in t.say("/retry", "[Generated"), "/retry does not answer")
+        expect(shown_turn(HELLO) in t.say("/retry", TOLD), "/retry does not answer")
 
 
 def test_narrow_window():
     """A question wider than the window arrives whole."""
     with play(*SHORT, columns=30) as t:
         question = "My name is Bob. I live in a house with a garden, at the end of a long road."
-        t.send(question + "\n")
-        shown = t.wait("[Generated") + t.prompt()
+        t.send(question)
+        t.wait("long road.")
+        t.resize(400)  # for the statistics
+        shown = t.say("", TOLD)
         same(prompt_size(shown), size_of(question, reasoning_effort="low"), "tokens of the prompt")
         if has("terminal"):
             expect(f"<|message|>{question}<|end|>" in t.say("/prompt"), "the question is not in the prompt")
@@ -975,18 +1058,18 @@ def test_words_are_not_broken():
     def words(text):
         return text.split()
     with play(columns=40) as t:
-        shown = t.say("Show me Unicode.", "[Generated").replace("Unicode.\n", "")
+        shown = t.say("Show me Unicode.", TOLD).replace("Unicode.\n", "")
         help = t.say("/help") + t.say("/set") + t.say("/system Speak of trees, " + "and trees, " * 9)
         t.say("/system none")
         prompt = t.say("/prompt")
         t.send("\x1b[200~1234567 \tx\x1b[201~\n")
-        t.wait("[Generated")
+        t.wait(TOLD)
         t.prompt()
         expect("Taken back: 1234567 \tx\n" in t.say("/undo"), "a space before a tab is lost")
     for line in (shown + help).splitlines():
         expect(sum(2 if ord(c) > 0x1100 else 1 for c in line) <= 40, f"a line of {len(line)} columns: {line!r}")
     turn = CONVERSATIONS["unicode"]["turns"][0]
-    same(words(shown.split("[Generated")[0]), words(shown_turn(turn)), "the words")
+    same(words(before(shown)), words(shown_turn(turn)), "the words")
     same(prompt, answered("unicode") + "\n", "/prompt")
 
 
@@ -1002,10 +1085,10 @@ def test_help_fits_the_window():
 def test_loading_line_fits_the_window():
     """It and the line that shows the wait are drawn again in place, so the terminal must not wrap them."""
     with play(columns=22) as t:
-        t.say("Hello!", "[Generated")
+        t.say("Hello!", TOLD)
     for begin in (b"Loading", b"reading"):
         wrapped = [line for line in re.findall(rb"[^\r\n]*" + begin + rb"[^\r\n]*", t.raw)
-                   if not re.search(rb"\x1b\[\?7l" + begin + rb"[^\r\n]*\x1b\[\?7h", line)]
+                   if not re.search(rb"\x1b\[\?7l[^\r\n]*" + begin + rb"[^\r\n]*\x1b\[\?7h", line)]
         expect(begin in t.raw and not wrapped, f"wrapped: {wrapped}")
     with Terminal("play", PARROT, "-p", "Count.", *SHORT, TERM="dumb") as t:
         same(t.ended(), 0, "exit code")
@@ -1015,7 +1098,7 @@ def test_loading_line_fits_the_window():
 def test_colour():
     def check(name, env, coloured):
         with play(**env) as t:
-            t.say("Hello!", "[Generated")
+            t.say("Hello!", TOLD)
             if has("terminal"):
                 t.say("/foo")
         found = re.findall(rb"\x1b\[[\d;]*m", t.raw)
@@ -1026,7 +1109,7 @@ def test_colour():
 
 def test_hidden_thinking():
     with play("--hide-thinking") as t:
-        shown = t.say("Hello!", "[Generated")
+        shown = t.say("Hello!", TOLD)
         expect(shown.startswith("Assistant: Hello!") and "greet" not in shown, f"shown {shown!r}")
         if has("terminal"):
             same(t.say("/prompt"), answered("hello") + "\n", "/prompt")
@@ -1054,7 +1137,7 @@ def test_loaded_text_sends_no_escape_sequences(folder):
         before = len(t.raw)
         t.say(f"/load {folder}/a.json")
         for command in ("/prompt", "/system", "/retry", "/undo"):
-            t.say(command, *(["[Generated"] if command == "/retry" else []))
+            t.say(command, *([TOLD] if command == "/retry" else []))
         new = t.raw[before:]
         for sequence in (b"\x1b[31m", b"\x1b]0;", b"\xc2\x9b"):
             expect(sequence not in new, f"{sequence} reaches the terminal: {new[new.find(sequence) - 40:][:80]!r}")
@@ -1068,9 +1151,9 @@ def test_history(folder):
     """Questions can be called back with the arrow keys, in the next session too; only the user can read them."""
     needs("terminal")
     with play(*SHORT, HOME=folder) as t:
-        t.say("My name is Ada.", "[Generated")
+        t.say("My name is Ada.", TOLD)
         t.send("\x1b[A\n")
-        t.wait("[Generated")
+        t.wait(TOLD)
         t.prompt()
         same(t.say("/prompt").count("<|message|>My name is Ada.<|end|>"), 2, "times the question was asked")
         t.send("/exit\n")
@@ -1079,7 +1162,7 @@ def test_history(folder):
     same([stat.S_IMODE(f.stat().st_mode) for f in files], [0o600], "modes of the files kept")
     with play(*SHORT, HOME=folder) as t:
         t.send("\x1b[A" * 3 + "\n")  # behind it are /prompt and /exit
-        expect("My name is Ada.\n" in t.wait("[Generated"), "the question is not called back")
+        expect("My name is Ada.\n" in t.wait(TOLD), "the question is not called back")
         t.prompt()
 
 
@@ -1090,7 +1173,7 @@ def test_history_survives_a_kill_and_other_loops(folder):
     two.say("/effort high")
     one.send('"""back \\ slash\n')
     one.prompt("...  ")
-    one.say('and more"""', "[Generated")
+    one.say('and more"""', TOLD)
     two.say("/effort low")
     for t in (one, two):
         t.process.kill()
@@ -1101,7 +1184,7 @@ def test_history_survives_a_kill_and_other_loops(folder):
         t.wait("Effort: low")
         t.prompt()
         t.send("\x1b[A" * 2 + "\n")  # behind it: /effort low, once
-        t.wait("[Generated")
+        t.wait(TOLD)
         t.prompt()
         same(questions(t), ["back \\ slash\nand more"], "the text between quotes")
 
@@ -1126,7 +1209,7 @@ def test_keys():
     needs("terminal")
     with play(*SHORT) as t:
         t.send("one two three\x1b[1;5D\x1b[1;5Dx\x1b[1;5C\x1b[1;5Cy\x1b[5~\x1b[6~\n")
-        t.wait("[Generated")
+        t.wait(TOLD)
         t.prompt()
         same(questions(t), ["one xtwo threey"], "the line")
         for typed, shown in (("/ef\t", "Effort: low"), ("/co\t", "of 4,096 tokens"), ("/un\t", "Taken back")):
@@ -1139,29 +1222,29 @@ def test_paste_of_several_lines():
     needs("terminal")
     with play(*SHORT) as t:
         t.send("Look: \x1b[200~one\r\ttwo é\x1b[31m\n\nthree\n\x1b[201~!\n")
-        t.wait("[Generated")
+        t.wait(TOLD)
         t.prompt()
         asked = "Look: one\n\ttwo é?[31m\n\nthree!"
         same(questions(t), [asked], "the question")
         t.say("/clear")
         t.send("\x1b[A\x1b[A\x1b[A\n")
-        t.wait("[Generated")
+        t.wait(TOLD)
         t.prompt()
         same(questions(t), [asked], "the question from the history")
         t.say("/clear")
         t.send('\x1b[200~"""A text"""\rdef f():\x1b[201~\n')  # quotes that were pasted are text
-        t.wait("[Generated")
+        t.wait(TOLD)
         t.prompt()
         same(questions(t), ['"""A text"""\ndef f():'], "the question with quotes")
         t.say("/clear")
         t.send('"""/clear the table"""\n')  # what stands between quotes is no command
-        t.wait("[Generated")
+        t.wait(TOLD)
         t.prompt()
         same(questions(t), ["/clear the table"], "the question that begins with a slash")
         t.say("/clear")
         t.send('"""\x1b[200~one\rtwo\x1b[201~\n')  # those that were typed begin a text
         t.send('three"""\n')
-        t.wait("[Generated")
+        t.wait(TOLD)
         t.prompt()
         same(questions(t), ["one\ntwo\nthree"], "the question between quotes")
 
@@ -1174,7 +1257,7 @@ def test_paste_during_an_answer():
         t.wait("Assistant: 1")
         expect(brackets(t.raw), "no brackets")
         t.send("\x1b[200~one\r\ttwo\r\x1b[201~\n")
-        t.wait("[Generated", "[Generated")
+        t.wait(TOLD, TOLD)
         t.prompt()
         same(questions(t), ["Count.", "one\n\ttwo"], "questions")
 
@@ -1185,7 +1268,7 @@ def test_ctrl_d_during_an_answer_means_nothing():
         t.send("Count.\n")
         t.wait("Assistant: 1 2 3")
         t.send("Hel\x04lo!\n\x04")
-        t.wait("[Generated", "[Generated")
+        t.wait(TOLD, TOLD)
         t.prompt()
         same(questions(t), ["Count.", "Hello!"], "questions")
 
@@ -1196,7 +1279,7 @@ def test_ctrl_d_leaves_after_one_during_an_answer():
         t.send("Count.\n")
         t.wait("Assistant: 1 2 3")
         t.send("\x04")
-        t.wait("[Generated")
+        t.wait(TOLD)
         t.prompt()
 
 
@@ -1211,10 +1294,10 @@ def test_ctrl_c_while_the_prompt_is_read():
         t.prompt()
         expect("interrupted" in t.text()[-200:], f"shown {t.text()[-200:]!r}")
         if not has("terminal"):
-            size = prompt_size(t.say("Hello!", "[Generated"))
+            size = prompt_size(t.say("Hello!", TOLD))
             return same(size, size_of("~" * 3000, None, "Hello!"), "tokens of the prompt behind it")
         t.say("/undo", "Taken back")
-        same(t.say("Hello!", "[Generated").split("[Generated")[0], shown_turn(HELLO), "the answer")
+        same(before(t.say("Hello!", TOLD)), shown_turn(HELLO), "the answer")
 
 
 # Runs the program in a job of its own, as a shell does, and continues it once when it stops.
@@ -1250,12 +1333,12 @@ def test_ctrl_z_suspends():
         t.send("\x1a")
         t.wait("stopped")
         if not has("terminal"):  # the terminal forgets the line
-            shown = t.say("Hello!", "Assistant: Hello!", "[Generated")
+            shown = t.say("Hello!", "Assistant: Hello!", TOLD)
             return same(prompt_size(shown), size_of("Hello!"), "tokens of the prompt")
         t.wait("Hel")
         same([brackets(part) for part in t.raw.split(b"stopped")], [False, True], "brackets before and behind it")
         t.send("lo!\n")
-        t.wait("Assistant: Hello!", "[Generated")
+        t.wait("Assistant: Hello!", TOLD)
         t.prompt()
         same(questions(t), ["Hello!"], "the line")
 
@@ -1270,16 +1353,16 @@ def test_ctrl_z_during_an_answer():
         t.wait("stopped")
         if not has("terminal"):  # where typed text shows
             t.send("Hello!\n")
-            shown = t.wait("Assistant: Hello!", "[Generated") + t.prompt()
+            shown = t.wait("Assistant: Hello!", TOLD) + t.prompt()
             return same(prompt_size(shown), size_of("Count.", COUNT["answer"], "Hello!"), "tokens of the prompt")
         limit = time.monotonic() + t.seconds
         while not termios.tcgetattr(t.main)[3] & termios.NOFLSH:  # the loop sets it when it hides what is typed
             expect(time.monotonic() < limit, "what is typed is not hidden again")
             t.read(0.01)
         t.send("Hello!")
-        expect("Hello" not in t.wait("[Generated"), "typed text shows in the answer")
+        expect("Hello" not in t.wait(TOLD), "typed text shows in the answer")
         t.send("\n")
-        t.wait("Assistant: Hello!", "[Generated")
+        t.wait("Assistant: Hello!", TOLD)
         same([brackets(part) for part in t.raw.split(b"stopped")], [False, True], "brackets before and behind it")
         t.prompt()
         same(questions(t), ["Count.", "Hello!"], "questions")
@@ -1296,8 +1379,8 @@ def test_ways_out():
 def test_turns_are_apart():
     """A blank line behind each turn; the statistics are dim."""
     with play() as t:
-        expect(t.say("Hello!", "[Generated").endswith("]\n\n"), "no blank line")
-        expect(b"\x1b[2m[Generated" in t.raw, "the statistics are not dim")
+        expect(t.say("Hello!", TOLD).endswith("]\n\n"), "no blank line")
+        expect(re.search(rb"\x1b\[2m\[[\d.]+ tokens/s", t.raw), "the statistics are not dim")
 
 
 def test_loop_without_chat_format(folder):
@@ -1306,7 +1389,7 @@ def test_loop_without_chat_format(folder):
         t.wait("no chat format")
         t.ready()
         text = "".join(chr(0x4e00 + i) for i in (1, 2, 3))
-        same([prompt_size(t.say(text, "[Generated")) for _ in range(2)], [3, 9], "tokens of the prompts")
+        same([prompt_size(t.say(text, TOLD)) for _ in range(2)], [3, 9], "tokens of the prompts")
         if not has("terminal"):
             return
         t.say("/clear")
@@ -1363,9 +1446,9 @@ def test_model_list_and_selector(folder):
             t.wait("A number from 1 to 2", "Select model (1-2): ")
         t.send("2\n")
         t.ready()
-        expect(shown_turn(HELLO) in t.say("Hello!", "[Generated"), "the model does not answer")
+        expect(shown_turn(HELLO) in t.say("Hello!", TOLD), "the model does not answer")
     with Terminal("play", cwd=work, HOME=folder) as t:
-        expect("Select" not in t.wait("Model loaded"), "the only model is not taken at once")
+        expect("Select" not in t.wait("✓ ", "context 4,096"), "the only model is not taken at once")
         t.ready()
     with Terminal("play", cwd=work, HOME=home) as t:
         t.wait("Select model (1-2): ")
@@ -1440,8 +1523,8 @@ def test_a_loop_of_lines():
         for _ in range(50):  # each as early as it can come
             t.send("\x03")
             t.prompt()
-        t.say("Hello!", "Assistant: ", "[Generated")
-        shown = t.say("/help", "Assistant: ", "[Generated")
+        t.say("Hello!", "Assistant: ", TOLD)
+        shown = t.say("/help", "Assistant: ", TOLD)
         same(prompt_size(shown), size_of("Hello!", HELLO["answer"], "/help"), "tokens of the prompt")
         t.send(b"a\xff\n")
         expect("UTF-8" in t.prompt(), "bytes that are no text are not refused")

@@ -29,7 +29,7 @@ def load(t, folder, c):
 
 def ask(t, question):
     """Asks; returns what was said, without the reasoning, or a call."""
-    shown = t.say(question, "[Generated")
+    shown = t.say(question, " tokens/s")
     said = [part for part in re.findall(r"(?:^|\n)(?:Assistant|tool call): (.*)", shown)]
     return said[-1].strip() if said else shown
 
