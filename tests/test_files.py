@@ -973,7 +973,7 @@ def test_files_that_are_no_models(folder):
         (folder / name).write_bytes(content)
     each([("text", "README.md", ["an unknown file, no model", "config.json and safetensors", ".gguf"]),
           ("PyTorch", "pytorch_model.bin", ["PyTorch's own format, no model"]), ("older", "old.pt", ["PyTorch's own format"]),
-          ("empty", "empty", ["no model"]), ("a page", "page.html", ["a web page"]), ("no ending", "model", ["GGUF", "NAME.gguf"]),
+          ("empty", "empty", ["no model"]), ("a page", "page.html", ["a web page"]), ("no ending", "model", ["GGUF"]),
           ("LFS", "pointer", ["Git-LFS pointer"]), ("no GGUF", "a.gguf", ["a.gguf", "GGUF"]),
           ("safetensors", PARROT / "model.safetensors", ["a part of a model: name its folder", f"{PARROT}\n"]),
           ("not there", "/does/not/exist", ["/does/not/exist: No such file"]), ("nor here", "./x.gguf", ["./x.gguf: No such file"]),
