@@ -11,7 +11,8 @@ static int schema_of(Grammar *g, const char *text, Error *e) {
 }
 
 static bool reads(Grammar *g, int start, const char *text) {
-    return g->of[state_run(g, start, text, strlen(text))].ends;
+    const int state = state_run(g, start, text, strlen(text)); /* may move g->of */
+    return g->of[state].ends;
 }
 
 static void grammars_have_these_texts(void) {

@@ -2,12 +2,16 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
 
 import helpers
 import schemas
-from helpers import Skip, expect
+from helpers import PARROT, TESTS, Skip, expect, needs, same
+from test_serve import Server
 
 NEEDS = ("json",)
 SCHEMAS = 500
@@ -15,7 +19,7 @@ SCHEMAS = 500
 
 def python():
     """A Python that has jsonschema."""
-    for path in (os.environ.get("OPENAI_PYTHON"), sys.executable):
+    for path in (os.environ.get("SCHEMA_PYTHON"), sys.executable):
         if path and not subprocess.run([path, "-c", "import jsonschema"], capture_output=True).returncode:
             return path
     raise Skip("needs the package jsonschema")
@@ -29,16 +33,17 @@ def valid(pairs):
     return json.loads(out.stdout)
 
 
-def grammars(requests):
-    """What tests/schemas.c says of each."""
+def grammars(requests, tokenizer=()):
+    """What tests/schemas.c says of each, by bytes or by the tokens of a tokenizer.json."""
     lines = "".join(json.dumps(request) + "\n" for request in requests)
-    p = subprocess.run([helpers.BUILD / "reference" / "schemas"], input=lines, capture_output=True, text=True, check=True)
+    p = subprocess.run([helpers.BUILD / "reference" / "schemas", *tokenizer], input=lines, capture_output=True, text=True)
+    expect(not p.returncode, f"{p.returncode}: {p.stderr}")
     return [json.loads(line) for line in p.stdout.split("\n")[:-1]]
 
 
-def check(made, samples):
+def check(made, samples, tokenizer=()):
     """Values that satisfy their schema can be written; random texts that can be written satisfy it."""
-    told = grammars([{"schema": schema, "texts": texts, "samples": samples} for schema, texts in made])
+    told = grammars([{"schema": schema, "texts": texts, "samples": samples} for schema, texts in made], tokenizer)
     found = []
     for (schema, texts), answer in zip(made, told):
         expect("error" not in answer, f"{answer.get('error')}: {json.dumps(schema)}")
@@ -47,17 +52,116 @@ def check(made, samples):
         found += [(schema, text) for text in answer["samples"]]
     for (schema, text), ok in zip(found, valid(found)):
         expect(ok, f"{text[:300]} was written: {json.dumps(schema)}")
-    expect(len(found) > samples * len(made) * 0.9, f"only {len(found)} texts")
+    expect(len(found) >= samples * len(made) * 0.9, f"only {len(found)} texts")
+
+
+def random_schemas(n, texts):
+    """Schemas, each with texts of values that jsonschema finds valid."""
+    r = random.Random(int.from_bytes(os.urandom(4), "big"))
+    made = [schemas.make_root(r) for _ in range(n)]
+    made = [(schema, [schemas.written(r, v) for v in (make(r) for _ in range(texts)) if v is not None]) for schema, make in made]
+    right = iter(valid([(schema, text) for schema, given in made for text in given]))
+    made = [(schema, [text for text in given if next(right)]) for schema, given in made]
+    expect(sum(len(given) for _, given in made) >= 0.6 * n * texts - 3, "too few values")
+    return made
 
 
 def test_random_schemas():
-    r = random.Random(int.from_bytes(os.urandom(4), "big"))
-    made = []
-    for _ in range(SCHEMAS):
-        schema, make = schemas.make_root(r)
-        made.append((schema, [schemas.written(r, value) for value in (make(r) for _ in range(4)) if value is not None]))
-    pairs = [(schema, text) for schema, texts in made for text in texts]
-    right = iter(valid(pairs))
-    made = [(schema, [text for text in texts if next(right)]) for schema, texts in made]
-    expect(sum(len(texts) for _, texts in made) > 3 * SCHEMAS, "too few values")
-    check(made, 4)
+    check(random_schemas(SCHEMAS, 4), 4)
+
+
+def test_random_schemas_by_tokens_of_families(folder):
+    """Instances forced token by token, and texts of random tokens, with every tokenizer."""
+    with tarfile.open(helpers.data("families.tar.xz")) as archive:
+        archive.extractall(folder)
+    paths = sorted(folder.glob("tokenizers/*/tokenizer.json"))
+    expect(len(paths) >= 10, "too few tokenizers")
+    for path in paths:
+        check(random_schemas(SCHEMAS // len(paths), 1), 0, [path])
+        check(random_schemas(5, 1), 1, [path])
+
+
+def test_random_schemas_by_tokens_of_gpt_oss():
+    check(random_schemas(SCHEMAS // 5, 2), 0, [helpers.data("gpt-oss-20b") / "tokenizer.json"])
+
+
+# ---- answers of models
+
+def complete(s, body, path="/v1/completions"):
+    """The text and how it ended."""
+    choice = s.post(path, body)["choices"][0]
+    return choice.get("text") or choice["message"]["content"], choice["finish_reason"]
+
+
+def test_answers_satisfy_random_schemas():
+    """At temperature 1: what a random model ends satisfies the schema, what it does not end says `length`."""
+    needs("serve")
+    made = [(schema, i) for i, (schema, _) in enumerate(random_schemas(60, 1))]
+    with Server(PARROT) as s:
+        def ask(pair):
+            return pair[0], *complete(s, {"prompt": "x", "guided_json": pair[0], "seed": pair[1], "max_tokens": 150})
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(ask, made))
+        ended = [(schema, text) for schema, text, finish in answers if finish == "stop"]
+        expect(len(ended) >= 20, f"only {len(ended)} ended")
+        for (schema, text), ok in zip(ended, valid(ended)):
+            expect(ok, f"{text} for {json.dumps(schema)}")
+        schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}, "b": {"enum": ["long words are forced"]}},
+                  "required": ["a", "b"]}
+        body = {"prompt": "x", "guided_json": schema, "seed": 5, "max_tokens": 80}
+        alone = complete(s, body)
+        with ThreadPoolExecutor(8) as pool:  # beside others with and without a schema
+            others = [pool.submit(complete, s, {"prompt": "y", "seed": i, "max_tokens": 60, "guided_json": {} if i % 2 else None})
+                      for i in range(8)]
+            for _ in range(3):
+                same(complete(s, body), alone, "beside others")
+            for other in others:
+                other.result()
+        expect(json.loads(alone[0])["b"] == "long words are forced" and alone[1] == "stop", alone)
+        text, finish = complete(s, {**body, "stop": ["words"]})
+        expect(finish == "length" and text.endswith("long "), (text, finish))
+        for field, value, full in (("guided_choice", ["yes", "no"], "yes|no"), ("guided_regex", "[ab]{3}-x?", "[ab]{3}-x?"),
+                                   ("structured_outputs", {"regex": "[0-9]{2}"}, "[0-9]{2}"),
+                                   ("response_format", {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1, "é"]}}}, '1|"é"')):
+            text, finish = complete(s, {"prompt": "x", field: value, "max_tokens": 80})
+            expect(finish == "stop" and re.fullmatch(full, text), f"{field}: {text!r}, {finish}")
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            prompt = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+            error = s.refuses(path, {**prompt, "guided_json": {"items": {"multipleOf": 2}}}, "multipleOf at #/items")
+            same(error["param"], "guided_json")
+
+
+def test_calls_keep_their_schemas():
+    """Harmony: strict tools, required and named calls of models/tiny, with reasoning in front where nothing is forced."""
+    needs("serve")
+    numbers = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}, "b": {"enum": ["x", "y"]}},
+               "required": ["a", "b"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": numbers, "strict": True}},
+             {"type": "function", "function": {"name": "now"}}]
+    ask = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "tools": tools, "max_tokens": 200}
+    with Server(TESTS.parent / "models" / "tiny") as s:
+        def check_call(choice_of, names, seed):
+            choice = s.post("/v1/chat/completions", {**ask, "seed": seed, "tool_choice": choice_of})["choices"][0]
+            calls = choice["message"].get("tool_calls") or []
+            expect(calls or choice_of == "auto" or choice["finish_reason"] == "length", choice)
+            for call in calls if choice["finish_reason"] == "tool_calls" else ():
+                expect(call["function"]["name"] in names, call)
+                expect(call["function"]["name"] != "add" or valid([(numbers, call["function"]["arguments"])])[0], call)
+        for seed in range(3):
+            check_call("auto", ("add", "now"), seed)
+            check_call("required", ("add", "now"), seed)
+            check_call({"type": "function", "function": {"name": "add"}}, ("add",), seed)
+        bad = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]
+        s.refuses("/v1/chat/completions", {**ask, "tools": bad}, "tools[0].function.parameters", "not at #")
+
+
+def test_client_libraries():
+    """openai, instructor, langchain, pydantic-ai and openai-agents read answers as the types that they asked for."""
+    needs("serve")
+    python = os.environ.get("SCHEMA_PYTHON")
+    if not python:
+        raise Skip("needs SCHEMA_PYTHON with instructor, langchain-openai, pydantic-ai-slim[openai] and openai-agents")
+    with Server(TESTS.parent / "models" / "tiny", program=helpers.PLAIN) as s:
+        p = subprocess.run([python, TESTS / "schema_clients.py", f"http://127.0.0.1:{s.port}"], capture_output=True, text=True,
+                           timeout=helpers.patience(120))
+    expect(not p.returncode, (p.stdout + p.stderr)[-1500:])
