@@ -314,7 +314,7 @@ static void say(const char *line) {
     flockfile(stderr);
     clear();
     if (!hub.said.n || !strstr(hub.said.data, line)) {
-        fprintf(stderr, "%s\n", line);
+        put_text(stderr, NULL, "", line);
         bytes_print(&hub.said, "%s\n", line);
     }
     funlockfile(stderr);
@@ -793,7 +793,8 @@ static void check_room(void) {
 static void fetch_listed(bool (*runs)(const char *, Error *)) {
     pthread_t thread[MAX_JOBS];
     int n = 0;
-    fprintf(stderr, "%s at %.12s: %d files, %s\n", hub.name, hub.commit, hub.files, SIZE(hub.total));
+    LocalText what = text_print("%s at %.12s: %d files, %s", hub.name, hub.commit, hub.files, SIZE(hub.total));
+    put_text(stderr, NULL, "", what);
     check_room();
     if (wants_default() && !strcmp(hub.file->name, "config.json")) {
         fetch(hub.file + hub.next++);

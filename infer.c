@@ -1180,12 +1180,12 @@ typedef struct {
     Stream stream; /* of the prompt and the tokens behind it */
     Reader reader; /* without a chat format only its decoder is used */
     Bytes text, thinking;
-    size_t passed; /* bytes of the text that were shown; they contain no stop text */
-    Wrap out;      /* the message that is shown now, if any */
-    Part part;     /* which part of the model's message that is */
-    size_t tokens, thought;
-    double since, first, total; /* when it began; seconds until the first token, until the last */
-    const char *reason;         /* why it ended */
+    size_t passed;                /* bytes of the text that were shown; they contain no stop text */
+    Wrap out;                     /* the message that is shown now, if any */
+    Part part;                    /* which part of the model's message that is */
+    size_t tokens, thought, read; /* read: tokens of the prompt that the model has read */
+    double since, first, total;   /* when it began; seconds until the first token, until the last */
+    const char *reason;           /* why it ended */
 } Answer;
 
 volatile sig_atomic_t interrupted;
@@ -1198,11 +1198,13 @@ static void on_interrupt(int number) {
 
 /* Shows until the first token how much of the prompt the model has read. */
 static void show_reading(Stream *t) {
-    const Play *p = ((Answer *)t->owner)->p;
+    Answer *a = t->owner;
+    const Play *p = a->p;
     FILE *f = p->loop ? stdout : stderr;
     if (p->m.quiet || !put_escape(f, FAINT)) return;
     LocalText what = text_print("reading %s tokens", COUNT(t->prompt));
-    put_progress(f, (double)t->sent / (double)t->prompt, what);
+    put_progress(f, (double)a->read / (double)t->prompt, what);
+    a->read = t->sent; /* by the next step but one */
     put_escape(f, NORMAL);
     fflush(f);
     waiting = p->loop;

@@ -17,9 +17,7 @@ static const char *const meanings[] = {"play run chat generate",
                                        "detokenize decode",
                                        "ctx c ctx-size context num-ctx max-model-len",
                                        "max-tokens n n-predict num-predict max-new-tokens",
-                                       "temperature t temp",
-                                       "quiet q silent",
-                                       "repetition-penalty repeat-penalty"};
+                                       "temperature t temp"};
 
 /* Is one word the other, but for a letter that is added, missing, wrong or swapped with the next? */
 static bool is_slip(const char *a, const char *b) {
@@ -38,6 +36,7 @@ static bool is_near(const char *word, const char *name) {
 }
 
 static const char *meant(const Command *c, const Models *here, const char *word) {
+    static char text[120]; /* what it returns */
     const char *found = NULL;
     if (here && strchr(word, ' ')) return "a prompt stands behind MODEL; ";
     if (c && *c->argument && text_listed("m model", word)) return "the model needs no option; ";
@@ -50,7 +49,8 @@ static const char *meant(const Command *c, const Models *here, const char *word)
             if (is_near(word, o->name)) found = o->name;
     for (int i = 0; !here && !c && commands[i]; i++)
         if (is_near(word, commands[i]->name)) found = commands[i]->name;
-    return found ? text_print("did you mean %s%s? ", here ? "" : c ? "--" : "infer ", found) : "";
+    snprintf(text, sizeof text, "did you mean %s%.80s? ", here ? "" : c ? "--" : "infer ", found ? found : "");
+    return found ? text : "";
 }
 
 /* ---- other names of models ---- */
