@@ -53,11 +53,10 @@ static const char *meant(const Command *c, const Models *here, const char *word)
     return found ? text : "";
 }
 
-/* ---- other names of models ---- */
-
 static const char *repository_of(const char *text) {
     static const char *const hosts[] = {"https://huggingface.co/", "https://hf.co/", "huggingface.co/", "hf.co/"};
     const char *endpoint = environment("HF_ENDPOINT");
+    static char repository[320]; /* what it returns */
     char org[100], name[100], kind[10], revision[100];
     size_t host = endpoint ? begins(text, endpoint) : 0;
     for (size_t i = 0; i < sizeof hosts / sizeof *hosts && !host; i++) host = begins(text, hosts[i]);
@@ -65,7 +64,9 @@ static const char *repository_of(const char *text) {
     const int n = sscanf(path, "%99[^/?#]/%99[^/?#]/%9[^/?#]/%99[^/?#]", org, name, kind, revision);
     if (!host || n < 2) return text;
     char *plain = n == 4 ? curl_unescape(revision, 0) : NULL; /* refs%2Fpr%2F1 */
-    return text_print(n == 4 && text_listed("tree blob resolve", kind) ? "%s/%s@%s" : "%s/%s", org, name, plain);
+    snprintf(repository, sizeof repository, plain && text_listed("tree blob resolve", kind) ? "%s/%s@%s" : "%s/%s", org,
+             name, plain);
+    return curl_free(plain), repository;
 }
 
 /* Says what a file is that is no model. */
