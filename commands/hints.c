@@ -14,7 +14,6 @@ static const char *const meanings[] = {"play run chat generate",
                                        "inspect show info",
                                        "serve server",
                                        "tokenize encode",
-                                       "detokenize decode",
                                        "ctx c ctx-size context num-ctx max-model-len",
                                        "max-tokens n n-predict num-predict max-new-tokens",
                                        "temperature t temp"};
@@ -36,7 +35,7 @@ static bool is_near(const char *word, const char *name) {
 }
 
 static const char *meant(const Command *c, const Models *here, const char *word) {
-    static char text[120]; /* what it returns */
+    static char text[120];
     const char *found = NULL;
     if (here && strchr(word, ' ')) return "a prompt stands behind MODEL; ";
     if (c && *c->argument && text_listed("m model", word)) return "the model needs no option; ";
