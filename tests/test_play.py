@@ -333,6 +333,7 @@ def test_quiet():
 
 def test_statistics_are_one_line():
     """At any width, the most important first; a name of the model, its family and context after loading."""
+    needs("terminal")
     for columns in (40, 80, 100):
         with play(columns=columns) as t:
             lines = t.say("Hello!", TOLD).splitlines()
@@ -1187,6 +1188,18 @@ def test_history_survives_a_kill_and_other_loops(folder):
         t.wait(TOLD)
         t.prompt()
         same(questions(t), ["back \\ slash\nand more"], "the text between quotes")
+
+
+def test_history_elsewhere_or_nowhere(folder):
+    """INFER_HISTORY names another file, /dev/null none; a folder that cannot be written is said to be so."""
+    needs("terminal")
+    (folder / "file").write_text("")
+    for place, kept, said in (("mine", True, False), ("/dev/null", False, False), ("file/history", False, True)):
+        with play(*SHORT, HOME=folder, INFER_HISTORY=folder / place) as t:
+            t.say("/effort low")
+            expect(("no history is kept" in t.text()) == said, f"{place}: {t.text()!r}")
+        same((folder / place).exists() and "/effort" in (folder / place).read_text(), kept, place)
+    expect(not (folder / ".cache").exists(), "the usual file was made")
 
 
 def test_a_file_that_is_no_history_stays(folder):
