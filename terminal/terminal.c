@@ -196,7 +196,7 @@ static void editor_open(void) {
     const char *chosen = environment("INFER_HISTORY");
     if (!home && !chosen) return;
     char *path = editor.path = chosen ? text_print("%s", chosen) : text_print("%s/.cache/infer/history", home);
-    for (char *c = path + (chosen ? strlen(path) : strlen(home)); (c = strchr(c + 1, '/')); *c = '/')
+    for (char *c = path + (chosen ? 0 : strlen(home)); !chosen && (c = strchr(c + 1, '/')); *c = '/')
         *c = 0, mkdir(path, 0700);
     const int file_written = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
     if (file_written < 0) fprintf(stderr, "infer: %s: %m; no history is kept (INFER_HISTORY chooses a file)\n", path);
