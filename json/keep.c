@@ -68,10 +68,23 @@ static int anything(Grammar *g, const char *not_first) {
     return *not_first ? optional(g, seq_node(g, set_node(g, first), all)) : all;
 }
 
-static int ends(const Maker *m) {
+/* The tokens that end an answer: the model's, and its chat format's. Marks of thoughts and calls do not. */
+static void end_tokens(const Maker *m, Ids *out) {
     const Ids *stop = &m->m->checkpoint.stop;
-    LocalIds cases = {0};
-    for (size_t i = 0; i < stop->n; i++) ids_add(&cases, token_node(m->g, stop->data[i]));
+    const Chat *chat = &m->m->chat;
+    const bool marked = m->talk && chat->format != &harmony; /* see formats/answers.h */
+    for (size_t i = 0; i < stop->n; i++) {
+        int k = 0;
+        while (k < 4 && marked && chat->control[k] != stop->data[i]) k++;
+        if (k == 4 || !marked) ids_add(out, stop->data[i]);
+    }
+    if (marked && chat->control[4] >= 0) ids_add(out, chat->control[4]);
+}
+
+static int ends(const Maker *m) {
+    LocalIds stop = {0}, cases = {0};
+    end_tokens(m, &stop);
+    for (size_t i = 0; i < stop.n; i++) ids_add(&cases, token_node(m->g, stop.data[i]));
     return list_node(m->g, ALT, cases.data, (int)cases.n);
 }
 
@@ -163,6 +176,7 @@ static int arguments(const Maker *m, const cJSON *tool, int i) {
 /* How a call ends in other formats than harmony: as the model's template writes one. */
 static int call_end(const Maker *m, const char *name) {
     static const char mark[] = "\"QQ\"}";
+    const Chat *chat = &m->m->chat;
     LOCAL(conversation_free) Conversation talk = {0};
     LocalIds ids = {0};
     LocalBytes text = {0};
@@ -172,14 +186,15 @@ static int call_end(const Maker *m, const char *name) {
     conversation_add(&talk, "user", NULL, "x", 1);
     *message_new(&talk.message, &talk.messages) = call_of(name);
     bytes_text(&talk.message[1].content, "{\"q\": \"QQ\"}");
-    if (!chat_render(&m->m->chat, &talk, false, &ids, &e)) return *m->e = e, NEVER;
+    if (!chat_render(chat, &talk, false, &ids, &e)) return *m->e = e, NEVER;
     for (size_t i = 0, found = 0; i < ids.n; i++) {
         const Bytes token = token_text(kept.words, ids.data[i]);
         bytes_add(&text, token.data, token.n);
         char *at = found ? NULL : memmem(text.data, text.n, mark, strlen(mark));
         if (at) found = (size_t)(at - text.data) + strlen(mark);
-        for (size_t k = 0; found && k < m->m->checkpoint.stop.n; k++)
-            if (m->m->checkpoint.stop.data[k] == ids.data[i]) return text_node(m->g, text.data + found, text.n - found);
+        bool ends = found && tokenizer_is_control(chat->tokenizer, ids.data[i]);
+        for (int k = 0; k < 4; k++) ends = ends && chat->control[k] != ids.data[i]; /* marks of calls */
+        if (ends) return text_node(m->g, text.data + found, text.n - found);
     }
     return refuse(m, "tools:", "this model's calls are not written in JSON, so their arguments cannot be held to");
 }

@@ -255,6 +255,8 @@ static int read_alternatives(Pattern *p) {
 
 int pattern_node(Grammar *g, const char *pattern, bool json, const char **bad, size_t *at) {
     Pattern p = {g, pattern, pattern, json, .bad = NULL};
+    const size_t n = strlen(pattern), valid = utf8_check(pattern, n);
+    if (valid < n) return *bad = "invalid UTF-8", *at = valid, NEVER;
     const int node = read_alternatives(&p);
     if (*p.s && !p.bad) p.bad = "a ) without (";
     *bad = p.bad, *at = (size_t)(p.s - pattern);

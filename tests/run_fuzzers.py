@@ -3,6 +3,7 @@ builds and runs them. What they find on the way is kept in build/fuzz/NAME.corpu
 import json
 import math
 import os
+import random
 import re
 import struct
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import gguf_files
+import schemas
 
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURES, BUILD = ROOT / "tests" / "fixtures", ROOT / "build" / "fuzz"
@@ -122,6 +124,10 @@ def seeds(name):
         return [b"\0" + text for text in harmony] + [
             b"\1\3\nA\n\4\n\nHi\n\5\n" + call + b"\n\6\n\5" + call + b"\6\1", b"\1<think>A</think>H</think>i \1", b"\3" + call + b"\1",
             b"\2Hi\n<tool_call>" + call + b"</tool_call>\1", b"\4 Hi \n\1", b"\5 Hi\1"]
+    if name == "schema":
+        made = [schemas.make_root(random.Random(i)) for i in range(40)]
+        return [json.dumps(schema).encode() + b"\n" + json.dumps(make(random.Random(1))).encode() for schema, make in made] + [
+            b"r" + pattern.encode() + b"\nabc-12" for pattern in schemas.PATTERNS]
     if name == "request":
         tool = {"type": "function", "function": {"name": "a b", "parameters": {"type": "object", "properties": {}}}}
         call = {"id": "1", "function": {"name": "a b", "arguments": "{}"}}

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import helpers
 import schemas
-from helpers import PARROT, TESTS, Skip, expect, needs, same
+from helpers import PARROT, TESTS, Skip, each, expect, needs, same
 from test_serve import Server
 
 NEEDS = ("json",)
@@ -165,3 +165,39 @@ def test_client_libraries():
         p = subprocess.run([python, TESTS / "schema_clients.py", f"http://127.0.0.1:{s.port}"], capture_output=True, text=True,
                            timeout=helpers.patience(120))
     expect(not p.returncode, (p.stdout + p.stderr)[-1500:])
+
+
+def test_every_format_keeps_schemas(folder):
+    """Other formats than harmony, thinking on and off: the text behind the thought, and calls as each format writes them."""
+    needs("serve", "formats", "families")
+    from test_chat import MODELS, folder_of
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}, "b": {"enum": ["x", "y"]}},
+              "required": ["a", "b"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "add", "description": "d", "parameters": schema, "strict": True}}]
+    text = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
+    ended = {"text": 0, "call": 0}
+
+    def check_format(name):
+        model = folder_of(name, folder)
+        for file in ("config.json", "model.safetensors"):
+            (model / file).symlink_to(PARROT / file)
+        with Server(model, program=helpers.PLAIN) as s:
+            for thinks in (True, False):
+                for kind, body in (("text", text), ("call", {"tools": tools, "tool_choice": "required"}), ("auto", {"tools": tools})):
+                    request = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 100, "seed": 1, **body,
+                               "chat_template_kwargs": {"enable_thinking": thinks}}
+                    try:
+                        choice = s.post("/v1/chat/completions", request)["choices"][0]
+                    except AssertionError as e:  # it has no tools, or always thinks
+                        expect("status 400" in str(e) and ("tools" in str(e) or "reasoning_effort" in str(e)), e)
+                        continue
+                    calls = choice["message"].get("tool_calls") or []
+                    if kind == "text" and choice["finish_reason"] == "stop":
+                        expect(valid([(schema, choice["message"]["content"])])[0], choice)
+                        ended["text"] += 1
+                    for call in calls if choice["finish_reason"] == "tool_calls" else ():
+                        expect(valid([(schema, call["function"]["arguments"])])[0], choice)
+                    ended["call"] += kind == "call" and choice["finish_reason"] == "tool_calls"
+                    expect(kind != "call" or calls or choice["finish_reason"] == "length", choice)
+    each([(name,) for name in MODELS], check_format)
+    expect(ended["text"] >= 30 and ended["call"] >= 15, ended)

@@ -1,0 +1,40 @@
+/* Any bytes as a schema, a line break, and a text; a first byte of 'r' makes the schema a pattern. Promises: it is
+ * refused with a message or compiled within bounds; the text is read without a fault, and behind each byte that could
+ * come, unless the text may end there, another one can. */
+#include "../json/json.h"
+
+#include <assert.h>
+#include <string.h>
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
+    const uint8_t *end = memchr(data, '\n', n);
+    Error e = {0};
+    Grammar g;
+    if (!end) return 0;
+    const char *schema = (const char *)data, *bad = NULL;
+    const size_t size = (size_t)(end - data);
+    size_t at;
+    int node = -1;
+    grammar_open(&g);
+    if (size && *schema == 'r') {
+        LocalText pattern = copy_text(schema + 1, size - 1);
+        make_letters(&g);
+        node = pattern_node(&g, pattern, n % 2, &bad, &at);
+        if (bad || !grammar_settle(&g, node)) node = -1;
+    } else {
+        LocalJson json = json_parse(schema, size, "schema", &e);
+        if (json) node = schema_node(&g, json, "schema", &e);
+        assert(node >= 0 || *e.text);
+    }
+    int state = node < 0 ? DEAD : state_start(&g, node);
+    for (const uint8_t *s = end + 1; s < data + n && state && g.state.begin.n < 100000; s++) {
+        bool more = false;
+        for (int byte = 0; byte < 256 && !more; byte++) more = state_step(&g, state, (unsigned char)byte);
+        assert(more || g.of[state].ends);
+        const int forced = state_forced(&g, state);
+        assert(forced < 0 || state_step(&g, state, (unsigned char)forced));
+        state = state_step(&g, state, *s);
+    }
+    grammar_close(&g);
+    return 0;
+}
