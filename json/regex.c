@@ -159,25 +159,26 @@ static int read_letter(Pattern *p, Ids *ranges, bool *kind) {
 /* [abc], behind its bracket. */
 static int read_class(Pattern *p) {
     LocalIds ranges = {0};
-    const bool not = *p->s == '^';
+    const bool negated = *p->s == '^';
     bool kinds = false;
-    for (p->s += not ; *p->s != ']' && !p->bad;) {
+    for (p->s += negated; *p->s != ']' && !p->bad;) {
         bool kind = false;
         if (!*p->s) return wrong(p, "a class without ]");
         const bool backspace = p->s[0] == '\\' && p->s[1] == 'b';
         int from = backspace ? '\b' : read_letter(p, &ranges, &kind), to = from;
         if (backspace) p->s += 2;
         kinds |= kind;
-        if (*p->s == '-' && p->s[1] && p->s[1] != ']') {
+        if (from >= 0 && *p->s == '-' && p->s[1] && p->s[1] != ']') {
             p->s++;
             to = read_letter(p, &ranges, &kind);
             if (kind || from > to) return wrong(p, "a range that does not go up");
         }
         if (from >= 0) ids_add(&ranges, from), ids_add(&ranges, to);
     }
+    if (p->bad) return NEVER;
     p->s++;
-    if (not ) complement(&ranges, kinds ? 127 : LAST_LETTER);
-    return p->bad ? NEVER : letters_node(p->g, &ranges, p->json);
+    if (negated) complement(&ranges, kinds ? 127 : LAST_LETTER);
+    return letters_node(p->g, &ranges, p->json);
 }
 
 static int read_alternatives(Pattern *p);

@@ -396,8 +396,8 @@ static int other_name(Compiler *c, const Name *name, int names, size_t at) {
     Grammar *g = c->g;
     LocalIds cases = {0};
     bool ends = false;
-    LocalBytes not = {0};
-    bytes_text(&not, "[^");
+    LocalBytes others = {0};
+    bytes_text(&others, "[^");
     for (int i = 0, k; i < names; i = k) {
         uint32_t letter;
         k = i + 1;
@@ -411,13 +411,13 @@ static int other_name(Compiler *c, const Name *name, int names, size_t at) {
         if (letter > 0xFFFF) one[0] = 0;
         LocalText shown = letter > 0xFFFF ? copy_text(name[i].name + at, n) : text_print("%s", one);
         LocalText whole = text_print("^[%s]$", shown);
-        bytes_text(&not, shown);
+        bytes_text(&others, shown);
         ids_add(&cases,
                 seq_node(g, pattern_node(g, whole, true, &bad, &place), other_name(c, name + i, k - i, at + n)));
     }
     const char *bad;
     size_t place;
-    LocalText other = text_print("^%s]$", not .data);
+    LocalText other = text_print("^%s]$", others.data);
     const int any = repeat_node(g, g->letter, 0, ENDLESS);
     ids_add(&cases, seq_node(g, pattern_node(g, other, true, &bad, &place), any));
     if (!ends) ids_add(&cases, NOTHING);
