@@ -20,7 +20,7 @@ typedef struct { /* whole numbers like 1,4,16 */
 static struct {
     Numbers prompts, depths, streams, clients;
     int tokens, repeats;
-    const char *server, *encoding, *format;
+    const char *server, *fields, *encoding, *format;
 } given;
 
 /* ---- bench: how fast are prompts and generation? ----
@@ -199,11 +199,14 @@ static void write_body(const Load *l, Bytes *out) {
     cJSON *prompt = cJSON_CreateArray(), *model = l->model ? json_word(l->model) : NULL;
     for (int i = 0; i < l->prompt; i++)
         cJSON_AddItemToArray(prompt, json_number((double)(FIRST_ID + random() % PROMPT_IDS)));
+    LocalJson more = given.fields ? cJSON_Parse(given.fields) : NULL;
     /* servers that know ignore_eos give answers of equal length */
-    json_append(out,
-                json_object("prompt", prompt, "model", model, "max_tokens", json_number(given.tokens), "temperature",
-                            json_number(0), "ignore_eos", cJSON_CreateTrue(), "stream", cJSON_CreateTrue(),
-                            "stream_options", json_object("include_usage", cJSON_CreateTrue(), NULL), NULL));
+    cJSON *body = json_object("prompt", prompt, "model", model, "max_tokens", json_number(given.tokens), "temperature",
+                              json_number(0), "ignore_eos", cJSON_CreateTrue(), "stream", cJSON_CreateTrue(),
+                              "stream_options", json_object("include_usage", cJSON_CreateTrue(), NULL), NULL);
+    for (cJSON *each; more && (each = more->child);)
+        cJSON_AddItemToObject(body, each->string, cJSON_DetachItemViaPointer(more, each));
+    json_append(out, body);
 }
 
 /* A thread: sends requests, the next one when the last is answered. The first that fails ends the measurement. */
@@ -348,6 +351,8 @@ static const Option bench_options[] = {
              "are mxfp4)"},
     {0, "serve", "URL", TEXT, &given.server,
      .help = "measure a server with OpenAI's API instead of this GPU: http://HOST:PORT, without /v1"},
+    {0, "fields", "JSON", TEXT, &given.fields,
+     .help = "with --serve: more fields of each request, {\"guided_json\": ...}"},
     {'c', "clients", "N,...", TEXT, &given.clients.text, .initial = "1,8,64,256",
      .help = "with --serve: clients at once; each sends r requests, one after another"},
     {'o', "output", "FORMAT", TEXT, &given.format, .initial = "md", .help = "md, a table, or json"},
