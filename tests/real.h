@@ -13,7 +13,7 @@ static inline View view_of(const void *data, int lines, size_t bytes) {
     int fd = memfd_create("weights", 0);
     size_t n = bytes * (size_t)lines;
     if (fd < 0 || ftruncate(fd, (off_t)n) || (data && write(fd, data, n) != (ssize_t)n)) abort();
-    return (View){mmap(NULL, n, PROT_READ, MAP_SHARED, fd, 0), fd, lines, 0, bytes, bytes};
+    return (View){mmap(NULL, n, PROT_READ, MAP_SHARED, fd, 0), fd, lines, 0, bytes, bytes, 0};
 }
 
 static inline void view_free(const View *v, int n) {
