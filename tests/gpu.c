@@ -195,7 +195,7 @@ static void shapes_pass(const char *config, int layers, double share, const char
     Checkpoint c;
     Engine g;
     int ids[LONG];
-    uint64_t random = 5; /* at the beginning no router is close to a tie: all that follow would see the other expert */
+    uint64_t random = 9; /* at the beginning no router is close to a tie: all that follow would see the other expert */
     size_t row = VOCAB * sizeof(float);
     open_made_up(&g, &c, config, layers, VOCAB, encoding, LONG);
     fill_random(ids, LONG, VOCAB, &random);
@@ -323,7 +323,7 @@ static void phases_of_gpt_oss_agree(void) {
 static void stages_agree(const char *config, int vocab, const char *encoding) {
     enum { N = 600, LAYERS = 2 };
     int ids[N];
-    uint64_t random = 11;
+    uint64_t random = 14; /* few tokens of it are close to a tie */
     Trace fast = {0}, other = {0};
     Checkpoint c;
     make_up(&c, config, LAYERS, vocab, encoding);
