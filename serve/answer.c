@@ -173,6 +173,22 @@ static Read read_message(Choice *c, int token) {
     return read;
 }
 
+/* Calls and the text behind them may become known together: then only the last tokens, which cover it, are the text's.
+ */
+static void drop_scores_of_calls(Choice *c) {
+    const int n = cJSON_GetArraySize(c->scores);
+    const double begin = n ? json_get(cJSON_GetArrayItem(c->scores, n - 1), "begin")->valuedouble : 0;
+    double missing = (double)c->text.n - begin;
+    for (int i = n - 1; i >= 0; i--) {
+        const cJSON *score = cJSON_GetArrayItem(c->scores, i);
+        if (json_get(score, "begin")->valuedouble != begin) break;
+        if (missing <= 0)
+            cJSON_DeleteItemFromArray(c->scores, i);
+        else
+            missing -= cJSON_GetArraySize(json_get(json_get(score, "content"), "bytes"));
+    }
+}
+
 /* Reads a token of an answer, or, with echo, of its prompt. logits: NULL, or those it was drawn from. */
 void read_token(Choice *c, size_t position, int token, const float *logits, bool last) {
     const Request *q = c->request;
@@ -198,6 +214,7 @@ void read_token(Choice *c, size_t position, int token, const float *logits, bool
         if (json_get(score, "begin")->valuedouble < (double)c->text.n) break;
         cJSON_Delete(cJSON_DetachItemViaPointer(c->scores, score)); /* its text was dropped, or is a call's */
     }
+    if (last && q->chat && c->calls_n) drop_scores_of_calls(c);
     if (prompt) c->shown = c->text.n; /* it may contain stop texts */
     c->cut = text_stops(&c->text, &c->shown, q->stop, q->stops, last);
     const char *end = !stop && !c->cut ? "length" : c->calls_n && !c->cut ? "tool_calls" : "stop";
