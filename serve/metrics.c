@@ -61,25 +61,16 @@ static void put_number(Bytes *out, const char *name, size_t value, const char *h
     bytes_print(out, "infer_%s %zu\n", name, value);
 }
 
-/* The value of a label, as the text format escapes it. */
-static void put_label(Bytes *out, const char *value) {
-    for (; *value; value++)
-        if (*value == '\n')
-            bytes_text(out, "\\n");
-        else
-            bytes_print(out, *value == '"' || *value == '\\' ? "\\%c" : "%c", *value);
-}
-
 void metrics(Request *q) {
     Bytes *out = &q->out;
+    LocalJson word = json_word(server.name);
+    LocalText name = json_text(word); /* JSON escapes as labels are escaped */
     lock();
     const SchedulerState *now = &server.state;
     const size_t live = (size_t)server.live;
     put_head(out, "build_info", "gauge", "This program and the model it runs.");
-    bytes_print(out, "infer_build_info{version=\"%s\",backend=\"%s\",fingerprint=\"%s\",model=\"", VERSION,
-                backend->name, server.fingerprint);
-    put_label(out, server.name);
-    bytes_text(out, "\"} 1\n");
+    bytes_print(out, "infer_build_info{version=\"%s\",backend=\"%s\",fingerprint=\"%s\",model=%s} 1\n", VERSION,
+                backend->name, server.fingerprint, name);
     put_head(out, "requests_total", "counter", "Requests that have ended, by endpoint and HTTP status.");
     for (int k = 0; k <= ENDPOINTS; k++)
         for (int i = 0; i < STATUSES; i++)

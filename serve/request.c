@@ -52,17 +52,13 @@ static const struct {
     {" repeat_penalty=1", "use repetition_penalty"},
     {" stop_sequences= stop_token_ids=[] stop_regex=", "use stop"},
     {" do_sample=", "use temperature, 0 for the likeliest token"},
-    {" typical_p=1 typ_p=1 top_a=0 tfs=1 tfs_z=1 epsilon_cutoff=0 eta_cutoff=0 mirostat=0 mirostat_mode=0 "
-     "mirostat_tau= "
-     "mirostat_eta= xtc_probability=0 xtc_threshold= dry_multiplier=0 dry_base= dry_allowed_length= dynatemp_range=0 "
-     "smoothing_factor=0 samplers= top_n_sigma= length_penalty=1 early_stopping=false use_beam_search=false",
+    {" typical_p=1 top_a=0 tfs_z=1 mirostat=0 mirostat_tau= mirostat_eta= xtc_probability=0 xtc_threshold= "
+     "dry_multiplier=0 dry_base= dry_allowed_length= dynatemp_range=0 smoothing_factor=0 samplers= top_n_sigma= "
+     "length_penalty=1 early_stopping=false use_beam_search=false",
      "use temperature, top_p, top_k or min_p"},
     {" allowed_token_ids= bad_words=[] logits_processors= logit_processors= custom_logit_processor=", "use logit_bias"},
     {" min_tokens=0 min_new_tokens=0", "use ignore_eos with max_tokens"},
-    {" guided_grammar= grammar= json_schema= regex= "
-     "ebnf= "
-     "format=",
-     "use response_format"},
+    {" guided_grammar= grammar= json_schema= regex= ebnf= format=", "use response_format"},
     {" functions=[]", "use tools"},
     {" function_call=\"auto\" function_call=\"none\"", "use tool_choice"},
     {" system= instructions= input= documents=[] context=", "use messages"},
@@ -82,7 +78,7 @@ static const struct {
      "service_tier=\"auto\" service_tier=\"default\" store=false prompt_cache_retention=\"in_memory\" "
      "prompt_cache_retention=\"in-memory\"",
      "the server decides that for all requests, see infer serve --help"},
-    {" audio= modalities=[\"text\"] web_search_options= moderation= plugins= models= provider= transforms= route=",
+    {" audio= modalities=[\"text\"] web_search_options= plugins= models= provider=",
      "this server writes text, with one model and without tools of its own"},
     {" include_stop_str_in_output=false return_token_ids=false return_tokens_as_token_ids=false detokenize=true "
      "spaces_between_special_tokens=true",
@@ -192,7 +188,7 @@ static bool take_salt(Request *q) {
     return true;
 }
 
-/* How many prompts a request for texts has. */
+/* The first prompt of a request for texts that has a list of them; else NULL. */
 static const cJSON *first_of_many(const Request *q) {
     const cJSON *prompt = json_get(q->json, "prompt"), *first = cJSON_IsArray(prompt) ? prompt->child : NULL;
     return cJSON_IsString(first) || cJSON_IsArray(first) ? first : NULL;
@@ -236,6 +232,7 @@ bool take_request(Request *q) {
                     q->answers, MOST_CHOICES);
     return take_stops(q) && take_biases(q);
 }
+
 /* ---- functions ---- */
 
 /* Gives the function of {"function": {"name": ...}} a name that every chat format allows. The hash keeps different
@@ -303,6 +300,7 @@ static bool take_tools(Request *q, bool *force, const char **name) {
     return *name ? fail(&q->error, 400, "tool_choice asks for %.64s, which tools does not have", sent ? sent : *name)
                  : fail(&q->error, 400, "tool_choice asks for a call, and tools has no function");
 }
+
 /* ---- making choices ---- */
 
 static bool too_long(Request *q, size_t n, const char *of) {
@@ -401,12 +399,10 @@ static bool render(Request *q, Conversation *talk, Ids *ids, Answering *to) {
 static bool keep_rule(Request *q, int first, const Conversation *talk, const Answering *to) {
     static const char asks[] = "response_format guided_json guided_regex guided_choice structured_outputs";
     const cJSON *each;
-    cJSON_ArrayForEach(
-        each, q->json) if (!keeping && text_listed(asks, each->string) &&
-                           !json_is(each, "type",
-                                    "text")) return fail(&q->error, 400,
-                                                         "%s is not supported: this server was built without json/",
-                                                         each->string);
+    cJSON_ArrayForEach(each, q->json) {
+        if (keeping || !text_listed(asks, each->string) || json_is(each, "type", "text")) continue;
+        return fail(&q->error, 400, "%s is not supported: this server was built without json/", each->string);
+    }
     Rule *rule = keeping ? keeping->make(&server.s, q->json, talk, to->force, to->name, &q->error) : NULL;
     for (Choice *c = q->choice + first; rule && c < q->choice + q->choices; c++)
         keeping->keep(rule, &c->stream, to->begin);

@@ -212,7 +212,7 @@ def test_metrics():
         s.refuses(CHAT, {})
         s.ask("GET", "/nowhere", code=404)
         client = s.open_stream(TEXT, LONG)
-        client.recv(100)
+        s.wait(lambda: b"data:" in client.recv(1 << 16), "begun")
         client.close()
         s.wait(s.idle, "idle")
         s.wait(lambda: 'completions",status="499"' in s.ask("GET", "/metrics"), "499")
