@@ -318,6 +318,34 @@ static void calls_are_read_in_every_way_to_write_them(void) {
     }
 }
 
+/* A result or a turn that the model makes up for somebody else ends its answer, also where that mark is no control
+ * token; behind text and behind a call. Spelled out it is text. */
+static void others_turns_end_answers(void) {
+    static const char *const said[] = {"Hi", "<tool_call>{\"name\": \"f\"}</tool_call>\n"};
+    for (int i = 0; i < 4; i++) {
+        Talker m;
+        Error e;
+        Reader r;
+        Ids ids = {0};
+        Bytes found = {0};
+        const bool tokens = i < 2;
+        check(talker_open_row(&m, "Hermes", tokens), "no row");
+        must(tokenizer_encode(m.tokenizer, said[i % 2], strlen(said[i % 2]), CONTROL_TOKENS, &ids, &e), &e);
+        const size_t before = ids.n;
+        must(tokenizer_encode(m.tokenizer, "<tool_response>7", 16, CONTROL_TOKENS, &ids, &e), &e);
+        reader_init(&r, &m.chat, NULL);
+        size_t n = 0;
+        for (bool stop = false; n < ids.n && !stop; n++) stop = reader_push(&r, ids.data[n], NULL).stop;
+        if (!tokens) reader_end(&r, NULL);
+        put_messages(&r, &found);
+        check(n == (tokens ? before + 1 : ids.n), "%s: it ends after %zu of %zu tokens", said[i % 2], n, ids.n);
+        check(!strncmp(found.data, i % 2 ? "C f {}" : "A Hi", i % 2 ? 6 : 4) && tokens == !strchr(found.data, '7'),
+              "%s", found.data);
+        reader_free(&r), ids_free(&ids), bytes_free(&found);
+        talker_close(&m);
+    }
+}
+
 /* The same from pieces at random: what is shown are the contents, in UTF-8, and each message is reported. */
 static void calls_at_random_are_read(void) {
     uint64_t state = 12;
@@ -345,6 +373,7 @@ static void formats_tests(void) {
     run("unit: hostile templates are bounded", hostile_templates_are_bounded);
     run("unit: answers in other formats are rendered and read again", other_formats_are_rendered_and_read_again);
     run("unit: calls are read in every way to write them", calls_are_read_in_every_way_to_write_them);
+    run("unit: somebody else's turn ends an answer in other formats", others_turns_end_answers);
     run("unit: calls at random are read in every way to write them", calls_at_random_are_read);
     run("unit: calls can be forced in every way to write them", calls_of_formats_are_forced);
 }
