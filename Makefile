@@ -81,7 +81,7 @@ $(BUILD)/cuda/gpu: $(call objects,cuda,$(TESTED) tests/gpu.c) $(BUILD)/cuda/infe
 # sed replaces what only nvcc can read: shared memory without a size, and <<<>>>.
 EMULATED_CUH   = extensions.cuh $(wildcard $(addsuffix /*.cuh,$(ROOMS)))
 EMULATED_FLAGS = -std=c++17 -O2 -g -fno-strict-aliasing -ffp-contract=off -w -MMD -MP -DCUDA_ARCHES='"emulated"' \
-          -DPIECE_BYTES=4096 -I$(BUILD)/emulated -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS))
+          '-DPIECE_BYTES(bytes)=4096' -I$(BUILD)/emulated -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS))
 AS_CPP  = -e 's/extern __shared__( __align__\([0-9]+\))? (\w+) (\w+)\[\];/\2 *\3 = (\2 *)emulated::shared;/' \
           -e 's/(\w+|\([^()]*\))<<<(.*)>>>\(/emulated::Launch{\2}(\1, /'
 $(BUILD)/emulated/gpu: $(call objects,emulated,$(TESTED) tests/gpu.c) \
