@@ -71,6 +71,7 @@ $(BUILD)/cuda/%.cu.o: %.cu Makefile $(BUILD)/rooms.txt
 
 test-gpu: $(BUILD)/cuda/gpu $(HERE)infer ## the tests that need a GPU; where there is one, make test runs them too
 	$(BUILD)/cuda/gpu
+	python3 tests/run.py $(if $(HERE),--core) --gpu real.
 
 # __wrap_cudaMalloc makes each allocation fail in turn
 $(BUILD)/cuda/gpu: $(call objects,cuda,$(TESTED) tests/gpu.c) $(BUILD)/cuda/infer.cu.o $(BUILD)/cuda/tests/card.cu.o

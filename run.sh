@@ -4,7 +4,7 @@
 #   ./run.sh play [...]      asks which model, or takes arguments of `infer play`
 #   ./run.sh download [...]  fetches a model from the hub (openai/gpt-oss-20b), arguments of `infer download`
 #   ./run.sh bench [...]     measures speed, arguments of `infer bench`
-#   ./run.sh test [...]      runs the tests; --fetch gets the published files that some need, WORD... chooses by name
+#   ./run.sh test [...]      runs the tests; --fetch gets published files and models for some, WORD... chooses by name
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -44,6 +44,7 @@ case $command in
         ;;
 esac
 [ "$command" != test ] || packages+=(python3 openssl)
+[[ "$command $*" != test*--fetch* ]] || packages+=(python3-venv)
 install_missing >&2
 [ "$command" != test ] || exec make --no-print-directory test TESTS="$*"
 gpu=yes nvcc=yes target=infer program=./infer

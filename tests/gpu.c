@@ -905,7 +905,7 @@ static void run_long(void) {
     families_long();
 #endif
 #if defined ROOM_encodings && defined ROOM_families
-    if (RANDOM_WEIGHTS) encodings_long();
+    encodings_long();
 #endif
 }
 

