@@ -218,40 +218,14 @@ cJSON *message_json(const Message *m) {
 
 /* ---- prompts ---- */
 
-/* In a prompt's text this byte, an id and ';' stand for a token. No other text can contain that byte: names come from
- * valid JSON or from the reader, and chat_render() checks the rest. */
-enum { TOKEN = 0xFF };
-
-void chat_token(Bytes *out, int id) { bytes_print(out, "%c%d;", TOKEN, id); }
-
-static bool encode(const Tokenizer *t, const Bytes *prompt, Ids *out, Error *e) {
-    if (!prompt->n) return true;
-    for (char *s = prompt->data, *end = s + prompt->n; s < end;) {
-        char *token = memchr(s, TOKEN, (size_t)(end - s)), *begin = s;
-        s = token ? token : end;
-        if (s > begin && !tokenizer_encode(t, begin, (size_t)(s - begin), 0, out, e)) return false;
-        if (token) ids_add(out, (int)strtol(token + 1, &s, 10)), s++;
-    }
-    return true;
-}
-
-void chat_fill(const Chat *chat, Bytes *out, const char *piece, const Bytes *before, const Bytes *text) {
-    size_t n;
-    for (const char *s = piece ? piece : ""; *s; s += n) {
-        char name[MOST_NAME + 1] = "";
-        n = *s == '<' || *s == '[' ? strcspn(s, *s == '<' ? ">" : "]") + 1 : 0;
-        const bool named = n && n <= MOST_NAME && n <= strlen(s);
-        const int id = named ? tokenizer_added(chat->tokenizer, memcpy(name, s, n)) : -1;
-        if (id >= 0) {
-            chat_token(out, id);
-        } else if (*s == '%') {
-            const Bytes *given = s[1] == 'p' ? before : text;
-            if (!given) return;
-            bytes_add(out, given->data, given->n);
-            n = 2;
-        } else {
-            bytes_add(out, s, n = 1);
-        }
+void chat_fill(Marked *out, const char *piece, const Bytes *before, const Bytes *text) {
+    for (const char *s = piece ? piece : ""; *s;) {
+        const size_t n = strcspn(s, "%");
+        const Bytes *given = s[n] && s[n + 1] == 'p' ? before : text;
+        marked_add(out, s, n, true);
+        if (s[n] && !given) return;
+        if (s[n]) marked_add(out, given->data, given->n, false);
+        s += n + (s[n] ? 2 : 0);
     }
 }
 
@@ -378,7 +352,7 @@ static const char *setting(const Conversation *c, const char *key, const char *i
     return json_string(c->request, key) ? json_string(c->request, key) : initial;
 }
 
-static void put_system(const Chat *chat, const Conversation *c, Bytes *out) {
+static void put_system(const Conversation *c, Marked *out) {
     LocalBytes text = {0};
     bytes_print(&text, "%s\nKnowledge cutoff: %s\n",
                 setting(c, "model_identity", "You are ChatGPT, a large language model trained by OpenAI."),
@@ -387,11 +361,11 @@ static void put_system(const Chat *chat, const Conversation *c, Bytes *out) {
     bytes_print(&text, "\nReasoning: %s\n\n# Valid channels: %s. Channel must be included for every message.%s",
                 c->effort, setting(c, "channels", "analysis, commentary, final"),
                 tools_of(c) ? "\nCalls to these tools must go to the commentary channel: 'functions'." : "");
-    chat_fill(chat, out, "<|start|>system<|message|>%s<|end|>", NULL, &text);
+    chat_fill(out, "<|start|>system<|message|>%s<|end|>", NULL, &text);
 }
 
 /* Harmony writes all system texts at the beginning into one message. Returns the number of the first other message. */
-static int put_developer(const Chat *chat, const Conversation *c, Bytes *out) {
+static int put_developer(const Conversation *c, Marked *out) {
     const cJSON *format = json_get(json_get(c->request, "response_format"), "json_schema");
     LocalBytes text = {0};
     int i = -1;
@@ -405,12 +379,12 @@ static int put_developer(const Chat *chat, const Conversation *c, Bytes *out) {
         comment(&text, json_string(format, "description"));
         json_written(&text, json_get(format, "schema"));
     }
-    if (text.n) chat_fill(chat, out, "<|start|>developer<|message|>%s<|end|>", NULL, &text);
+    if (text.n) chat_fill(out, "<|start|>developer<|message|>%s<|end|>", NULL, &text);
     return i;
 }
 
 /* The header may be written as a piece, because check_word() accepts no '<', '[' and '%'. */
-static bool put_message(const Chat *chat, const Message *m, Bytes *out, Error *e) {
+static bool put_message(const Message *m, Marked *out, Error *e) {
     bool call = kind_of(m) == CALL;
     const char *author = m->name ? m->name : m->role, *type = m->content_type, *end = call ? "<|call|>" : "<|end|>";
     const char *above = kind_of(m) == SYSTEM && !begins(m->content.data, heading) ? heading : "";
@@ -425,28 +399,31 @@ static bool put_message(const Chat *chat, const Message *m, Bytes *out, Error *e
     if (call) bytes_print(&piece, " to=%s", m->recipient);
     if (type) bytes_print(&piece, " %s", type);
     bytes_print(&piece, "<|message|>%s%%s%s", above, end);
-    chat_fill(chat, out, piece.data, NULL, &m->content);
+    chat_fill(out, piece.data, NULL, &m->content);
     return true;
 }
 
-static bool render_harmony(const Chat *chat, const Conversation *c, bool prompt, Bytes *out, Error *e) {
+static bool render_harmony(const Chat *chat, const Conversation *c, bool prompt, Marked *out, Error *e) {
+    if (json_true(c->request, "continue_final_message"))
+        return fail(e, USAGE,
+                    "continue_final_message: harmony, the chat format of this model, cannot continue a message");
     int ended = -1; /* the last answer of a turn that has ended; reasoning before it is dropped */
     for (int i = 0; i < c->messages - !prompt; i++)
         if (kind_of(c->message + i) == ANSWER) ended = i;
     if (json_true(c->request, "keep_analysis")) ended = -1;
-    if (!json_true(c->request, "bare")) put_system(chat, c, out);
-    for (int i = put_developer(chat, c, out); i < c->messages; i++) {
+    if (!json_true(c->request, "bare")) put_system(c, out);
+    for (int i = put_developer(c, out); i < c->messages; i++) {
         bool dropped = i < ended && kind_of(c->message + i) == REASONING;
-        if (!dropped && !put_message(chat, c->message + i, out, e)) return false;
+        if (!dropped && !put_message(c->message + i, out, e)) return false;
     }
-    if (prompt) chat_fill(chat, out, "<|start|>assistant", NULL, NULL);
+    if (prompt) chat_fill(out, "<|start|>assistant", NULL, NULL);
     return true;
 }
 
-static bool force_harmony(const Chat *chat, const char *effort, const char *name, Bytes *out, Error *e) {
+static bool force_harmony(const Chat *chat, const char *effort, const char *name, Marked *out, Error *e) {
     const Bytes function = bytes_of(name);
     const char piece[] = "<|channel|>commentary to=functions.%p <|constrain|>json<|message|>";
-    chat_fill(chat, out, piece, name ? &function : NULL, NULL);
+    chat_fill(out, piece, name ? &function : NULL, NULL);
     return true;
 }
 
@@ -575,7 +552,7 @@ static Read read_harmony(Reader *r, int token, int which) {
     return (Read){.stop = stop, .closed = r->messages > messages, .header = !r->in_content};
 }
 
-const Format harmony = {"harmony", controls, "assistant", NULL, render_harmony, force_harmony, read_harmony};
+const Format harmony = {"harmony", controls, "assistant", NULL, render_harmony, force_harmony, read_harmony, NULL};
 
 /* ---- chats ---- */
 
@@ -588,11 +565,17 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
             chat->control[i] = (*f)->control[i] ? tokenizer_added(t, (*f)->control[i]) : -1;
             all = all && chat->control[i] >= 0;
         }
-        if ((*f)->fits ? (*f)->fits(chat) : all) return true;
+        *e = (Error){0};
+        if ((*f)->fits ? (*f)->fits(chat, e) : all) return true;
+        if (e->code) return false;
         bytes_print(&known, known.n ? " and %s" : "%s", (*f)->name);
     }
     return fail(e, BAD_MODEL, "%s; known are %s",
                 *template ? "the chat template is of no known format" : "there is no chat template", known.data);
+}
+
+void chat_close(Chat *chat) {
+    if (chat->format->close) chat->format->close(chat);
 }
 
 bool chat_effort(const Chat *chat, const char *effort, Error *e) {
@@ -604,23 +587,20 @@ bool chat_effort(const Chat *chat, const char *effort, Error *e) {
 bool chat_thinks(const Chat *chat, const char *effort) { return chat->thinks && !same(effort, "none"); }
 
 bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out, Error *e) {
-    LocalBytes text = {0};
-    bool calls = tools_of(c), schema = json_get(json_get(c->request, "response_format"), "json_schema");
+    LocalMarked text = {0};
+    bool schema = json_get(json_get(c->request, "response_format"), "json_schema");
     bool valid = is_utf8(bytes_of(c->instructions)) && is_utf8(bytes_of(c->date));
-    for (int i = 0; i < c->messages; i++) {
-        calls = calls || c->message[i].recipient || kind_of(c->message + i) == RESULT;
-        valid = valid && is_utf8(c->message[i].content);
-    }
+    for (int i = 0; i < c->messages; i++) valid = valid && is_utf8(c->message[i].content);
     if (!chat_effort(chat, c->effort, e)) return false;
     if (!valid) return fail(e, USAGE, "a text of the conversation is not UTF-8");
-    const char *lacks = calls && !chat->tools ? "tools" : schema && !chat->schemas ? "response_format" : NULL;
-    if (lacks) return fail(e, USAGE, "%s: %s, the chat format of this model, has none", lacks, chat->name);
-    return chat->format->render(chat, c, prompt, &text, e) && encode(chat->tokenizer, &text, out, e);
+    if (schema && !chat->schemas)
+        return fail(e, USAGE, "response_format: %s, the chat format of this model, has none", chat->name);
+    return chat->format->render(chat, c, prompt, &text, e) && tokenizer_encode_marked(chat->tokenizer, &text, out, e);
 }
 
 bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out, Error *e) {
-    LocalBytes text = {0};
-    return chat->format->force(chat, effort, name, &text, e) && encode(chat->tokenizer, &text, out, e);
+    LocalMarked text = {0};
+    return chat->format->force(chat, effort, name, &text, e) && tokenizer_encode_marked(chat->tokenizer, &text, out, e);
 }
 
 void reader_init(Reader *r, const Chat *chat, const Conversation *c) {

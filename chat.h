@@ -16,13 +16,15 @@ typedef struct {
     const char *name;      /* of the format; Format.fits() sets this and the rest, or they are harmony's */
     bool tools, schemas;   /* a prompt can have tools; a response_format */
     bool thinks, quiet;    /* a prompt ends inside a thought; the effort may be none, and then it does not */
-    const void *own;       /* what else the format needs; nobody frees it */
-    const void *thoughts;  /* how an answer has them, or NULL; */
-    const void *calls;     /* the same */
+    void *own;             /* what else the format needs; chat_close() frees it */
+    /* How answers have thoughts and calls; NULL: none. What opens and what closes a thought; a name, first. */
+    const char *const *thoughts, *const *calls;
 } Chat;
 
-/* The first of formats[] that fits. Tokenizer and template have to stay. BAD_MODEL: none fits. */
+/* The first of formats[] that fits. Tokenizer and template have to stay. BAD_MODEL: none fits, or the template is
+ * broken. */
 bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e);
+void chat_close(Chat *chat);
 /* Checks an effort: low, medium, high and, where the model can skip thinking, none. USAGE. */
 bool chat_effort(const Chat *chat, const char *effort, Error *e);
 bool chat_word(const char *word); /* may it stand in a header, as the name of a function? */
@@ -111,22 +113,24 @@ void reader_free(Reader *r);
 
 /* ---- for formats ---- */
 
-/* The socket. A prompt is written as a text, which becomes tokens when it is complete. Errors: USAGE. */
+/* The socket. A prompt is a text that knows what is the template's; it becomes tokens when it is complete. Errors:
+ * USAGE. */
 struct Format {
     const char *name;           /* in the list of known ones */
     const char *const *control; /* (CONTROLS) names of the tokens that it reads, or NULL */
     const char *begun;          /* Reader.pending at first: what the prompt has of an answer's header */
-    bool (*fits)(Chat *chat);   /* does a model chat so? NULL: if it has all these tokens */
-    bool (*render)(const Chat *chat, const Conversation *c, bool prompt, Bytes *out, Error *e);
-    bool (*force)(const Chat *chat, const char *effort, const char *name, Bytes *out, Error *e);
+    /* Does a model chat so? NULL: if it has all these tokens. BAD_MODEL: its template is broken. */
+    bool (*fits)(Chat *chat, Error *e);
+    bool (*render)(const Chat *chat, const Conversation *c, bool prompt, Marked *out, Error *e);
+    bool (*force)(const Chat *chat, const char *effort, const char *name, Marked *out, Error *e);
     Read (*read)(Reader *r, int token, int which); /* which: in `control`, or CONTROLS. Leaves out Read.part */
+    void (*close)(Chat *chat);                     /* frees Chat.own; or NULL */
 };
 extern const Format harmony, *const formats[];          /* formats: in extensions.c; NULL ends them */
 bool chat_thinks(const Chat *chat, const char *effort); /* does a prompt end inside a thought? effort: valid, or NULL */
-void chat_token(Bytes *out, int id);                    /* appends a token to a prompt */
-/* Appends a piece of a prompt, or nothing for NULL. Names of control tokens, <...> or [...], become tokens, %p becomes
- * `before`, % and another letter `text`. The piece ends at one that is NULL. */
-void chat_fill(const Chat *chat, Bytes *out, const char *piece, const Bytes *before, const Bytes *text);
+/* Appends a piece of a prompt, or nothing for NULL. It counts as the template's, so that names of control tokens become
+ * tokens. %p becomes `before`, % and another letter `text`, both from outside. The piece ends at one that is NULL. */
+void chat_fill(Marked *out, const char *piece, const Bytes *before, const Bytes *text);
 Part kind_of(const Message *m);               /* of any message */
 Message call_of(const char *function);        /* its arguments are empty */
 const cJSON *tools_of(const Conversation *c); /* an array of at least one, or NULL */

@@ -420,7 +420,7 @@ extern const Keeping *const keeping; /* or NULL; extensions.c */
 typedef struct {
     const char *name, *argument; /* argument: "MODEL", "[MODEL]" if it may be left out, or "" */
     const char *summary;
-    const Option *options[4];      /* tables, and NULL */
+    const Option *options[5];      /* tables, and NULL */
     int (*run)(const char *model); /* returns the exit code. model: the argument, or NULL */
 } Command;
 extern const Command *const commands[]; /* of all rooms, as the help shows them, and NULL; extensions.c */
@@ -441,6 +441,7 @@ const Option *option_find(const Option *table, const char *name, size_t n);
 bool option_set(const Option *option, const char *text, Error *e);
 extern const Option load_options[]; /* of commands that call session_load() */
 extern const Option text_options[]; /* of commands that call session_text() */
+extern const Option chat_options[]; /* of commands that use NEED_CHAT */
 
 typedef struct {
     Sampling sampling;
@@ -488,6 +489,7 @@ int likeliest(const float *logits, int vocab, int n, int *ids);
 
 #define FAINT      "\033[2m"
 #define RED        "\033[31m"
+#define REVERSE    "\033[7m"
 #define NORMAL     "\033[0m"
 #define ERASE_LINE "\r\033[K"
 #define WRAP_OFF   "\033[?7l" /* the terminal cuts long lines: each takes one row, which can be drawn again in place */
@@ -504,7 +506,7 @@ void put_text(FILE *f, const char *style, const char *label, const char *text);
 void put_progress(FILE *f, double done, const char *what);
 /* Prints a name and a paragraph. If the window is wide enough, the paragraph begins at `column`. */
 void print_row(FILE *f, const char *name, int column, const char *text);
-/* Prints the text of tokens exactly, but on a terminal without escape sequences. */
+/* Prints the text of tokens exactly; on a terminal without its escape sequences, and control tokens in reverse. */
 void print_text(const Tokenizer *t, const Ids *ids);
 /* USAGE, naming `what`: n bytes are not UTF-8. */
 bool check_text(const char *what, const char *text, size_t n, Error *e);

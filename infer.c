@@ -1124,10 +1124,21 @@ static bool open_checkpoint(Session *s, int need, Error *e) {
     return !need || !container_at(s->dir)->in_files || tensors_open(&c->tensors, NULL, s->dir, e);
 }
 
-/* A JsonFile: what the model's container has. */
+static const char *given_template;
+const Option chat_options[] = {{0, "chat-template", "FILE", TEXT, &given_template,
+                                .help = "a chat template, in Jinja, in place of the model's own"},
+                               {0}};
+
+/* A JsonFile: what the model's container has, or the template that was given. */
 static cJSON *session_json(const void *session, const char *name, Error *e) {
     const Session *s = session;
+    LocalBytes text = {0};
     *e = (Error){0};
+    if (given_template && !strcmp(name, "chat_template.jinja")) {
+        const bool ok = file_read(given_template, MOST_TEXT, &text, e);
+        return ok ? json_from_text(text.data, text.n) : (e->code = USAGE, NULL);
+    }
+    if (given_template && begins(name, "additional_chat_templates/")) return NULL;
     return container_at(s->dir)->json(&s->checkpoint.tensors, s->dir, name, e);
 }
 
@@ -1150,7 +1161,8 @@ bool session_open(Session *s, const char *model, int need, Error *e) {
     if (!model && !choose_model(s, e)) return false;
     if (!open_checkpoint(s, need, e)) return false;
     if ((tokenizer || need & USE_TOKENIZER) && !open_tokenizer(s, !tokenizer, e)) return false;
-    if (s->tokenizer) s->has_chat = chat_open(&s->chat, s->tokenizer, tokenizer_template(s->tokenizer), &s->no_chat);
+    if (s->tokenizer)
+        s->has_chat = chat_open(&s->chat, s->tokenizer, tokenizer_template(s->tokenizer, false), &s->no_chat);
     if (!s->has_chat) fail(&s->no_chat, BAD_MODEL, "%s has no chat format: %s", s->name, s->no_chat.text);
     if (need & NEED_CHAT && !s->has_chat) return *e = s->no_chat, false;
     return true;
@@ -1286,8 +1298,14 @@ void print_text(const Tokenizer *t, const Ids *ids) {
     LocalBytes text = {0};
     Decoder d = {0};
     Wrap exact = {.f = stdout};
-    for (size_t i = 0; i < ids->n; i++) tokenizer_bytes(t, &d, ids->data[i], &text);
-    wrap_text(&exact, text.data, text.n);
+    bytes_text(&text, "");
+    for (size_t i = 0; i <= ids->n; i++) {
+        const bool control = i < ids->n && tokenizer_is_control(t, ids->data[i]);
+        if (control || i == ids->n) wrap_text(&exact, text.data, text.n), text.n = 0;
+        if (control) put_escape(stdout, REVERSE);
+        if (i < ids->n) tokenizer_bytes(t, &d, ids->data[i], &text);
+        if (control) wrap_text(&exact, text.data, text.n), text.n = 0, put_escape(stdout, NORMAL);
+    }
 }
 
 bool make_prompt(const Play *p, Ids *ids, Error *e) {
@@ -1501,7 +1519,7 @@ const Command play = {
     "play",
     "[MODEL [TEXT]]",
     "talk to a model in the terminal; with TEXT, -p, -f or text on stdin: one answer, alone on stdout",
-    {play_options, settings_options, load_options},
+    {play_options, settings_options, load_options, chat_options},
     run_play};
 
 /* ---- tokenize, detokenize, render, parse: stdin to stdout ---- */
@@ -1626,10 +1644,10 @@ const Command detokenize = {
 const Command render = {"render",
                         "MODEL",
                         "the conversation on stdin, JSON of chat completions, as the prompt that the model reads",
-                        {render_options},
+                        {render_options, chat_options},
                         run_render};
 const Command parse = {
-    "parse", "MODEL", "sampled token ids on stdin as messages, a line of JSON each", {NULL}, run_parse};
+    "parse", "MODEL", "sampled token ids on stdin as messages, a line of JSON each", {chat_options}, run_parse};
 
 /* ---- logits ---- */
 

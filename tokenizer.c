@@ -74,9 +74,9 @@ struct Tokenizer {
     /* Added tokens found in raw text, and in normalized text: a hash of each beginning -> id, or MOST_IDS if it goes
      * on. Hashes are compared alone: a text made to collide gets a wrong token, but no control token. */
     Map prefixes[2];
-    Ids around[2];       /* the tokens that WITH_TEMPLATE adds before and behind a text */
-    int bos;             /* what a chat template knows as bos_token, or -1 */
-    Bytes chat_template; /* see tokenizer_template() */
+    Ids around[2];                      /* the tokens that WITH_TEMPLATE adds before and behind a text */
+    Bytes chat_template, tool_template; /* see tokenizer_template() */
+    cJSON *special;                     /* see tokenizer_special() */
 };
 
 /* ---- look-up ---- */
@@ -210,8 +210,9 @@ typedef struct { /* a part that is cut out of a text; the end of the text if the
     int id; /* the added token that it is, or -1 */
 } Cut;
 
-/* The next added token from `from` on, the longest of those that begin there. */
-static Cut next_added(const Encoder *w, int step, const char *s, size_t n, size_t from) {
+/* The next added token from `from` on, the longest of those that begin there. A control token counts only with the
+ * flag, or where all its bytes are the template's. */
+static Cut next_added(const Encoder *w, int step, const char *s, const char *own, size_t n, size_t from) {
     const Tokenizer *t = w->t;
     Cut cut = {n, n, -1};
     for (size_t begin = from; begin < n && cut.id < 0; begin++) {
@@ -221,7 +222,8 @@ static Cut next_added(const Encoder *w, int step, const char *s, size_t n, size_
             h = text_hash(h, s + i, 1);
             int id = (int)map_get(t->prefixes + step, h);
             if (id < 0) break;
-            if (id >= t->size || (t->token[id].control && !(w->flags & CONTROL_TOKENS))) continue;
+            const bool allowed = w->flags & CONTROL_TOKENS || (own && !memchr(own + begin, 0, i + 1 - begin));
+            if (id >= t->size || (t->token[id].control && !allowed)) continue;
             if (i + 1 < n && (s[i + 1] & 0xC0) == 0x80) continue; /* amid a character: another text with this hash */
             cut = (Cut){begin, i + 1, id};
         }
@@ -258,10 +260,11 @@ static utf8proc_int32_t mark_space(utf8proc_int32_t c, void *features) {
 }
 
 /* Appends the text as the file's normalizer wants it. `first`: the text begins here. It goes to utf8proc in parts, so
- * that none has more than MOST_MARKS combining marks in a row. */
-static void normalize(const Tokenizer *t, const char *s, size_t n, bool first, Bytes *out) {
+ * that none has more than MOST_MARKS combining marks in a row. own: of each byte, is it the template's? A part ends
+ * where that changes, unless the next character may compose with the last. NULL: unknown. */
+static void normalize(const Tokenizer *t, const char *s, const char *own, size_t n, bool first, Marked *out) {
     bool marked = *s == ' ' || !strncmp(s, MARK, 3);
-    if (t->features & PREPEND_MARK || (t->features & FIRST_MARK && first && !marked)) bytes_text(out, MARK);
+    if (t->features & PREPEND_MARK || (t->features & FIRST_MARK && first && !marked)) marked_add(out, MARK, 3, false);
     uint32_t c;
     int features = t->features, options = features & NFC ? UTF8PROC_STABLE | UTF8PROC_COMPOSE : 0;
     for (size_t begin = 0, i = 0, marks = 0; begin < n;) {
@@ -269,12 +272,13 @@ static void normalize(const Tokenizer *t, const char *s, size_t n, bool first, B
         const utf8proc_property_t *p = utf8proc_get_property((int32_t)c);
         bool mark = p->combining_class || p->category == UTF8PROC_CATEGORY_MN; /* U+0F73 has no class, but its parts */
         marks = mark ? marks + 1 : 0;
-        if (i < n && marks < MOST_MARKS) continue;
+        const bool ends = own && i < n && own[i] != own[i - 1] && (unsigned char)s[i] < 0x80;
+        if (i < n && marks < MOST_MARKS && !ends) continue;
         utf8proc_uint8_t *part = NULL;
         utf8proc_ssize_t got = utf8proc_map_custom((const utf8proc_uint8_t *)s + begin, (utf8proc_ssize_t)(i - begin),
                                                    &part, (utf8proc_option_t)options, mark_space, &features);
         if (got < 0) die(&(Error){NO_ROOM, "out of memory: close other programs"});
-        bytes_add(out, part, (size_t)got);
+        marked_add(out, part, (size_t)got, own && !memchr(own + begin, 0, i - begin));
         free(part);
         begin = i;
         marks = 0;
@@ -297,33 +301,34 @@ static const char *begin_part(Encoder *w, const char *s, size_t n) {
 /* Encodes text by the steps from number `step` on. Each cuts out some parts, and hands the text between them to the
  * next step. 0: added tokens; 1: those that are found in normalized text; then: what each pattern matches, until words
  * are left to merge. */
-static bool encode_from(Encoder *w, int step, const char *s, size_t n) {
+static bool encode_from(Encoder *w, int step, const char *s, const char *own, size_t n) {
     const Tokenizer *t = w->t;
-    LocalBytes text = {0};
+    LocalMarked text = {0};
     if (!n) return true;
     if (step == 1 && t->features & (PREPEND_MARK | FIRST_MARK | MARK_SPACES | NFC)) {
-        normalize(t, s, n, s == w->text, &text);
-        s = text.data;
-        n = text.n;
+        normalize(t, s, own, n, s == w->text, &text);
+        s = text.text.data;
+        n = text.text.n;
+        own = own ? text.own.data : NULL;
     }
     if (step == 2) s = begin_part(w, s, n);
     if (step == 2 + t->splits) return merge_word(w, w->part + (s - w->seen.data), n);
     Cut cut;
     for (size_t done = 0; done < n; done = cut.end) {
         if (step < 2)
-            cut = next_added(w, step, s, n, done);
+            cut = next_added(w, step, s, own, n, done);
         else if (!next_match(w, step - 2, s, n, done, &cut))
             return false;
-        if (!encode_from(w, step + 1, s + done, cut.begin - done)) return false;
+        if (!encode_from(w, step + 1, s + done, own ? own + done : NULL, cut.begin - done)) return false;
         if (cut.id >= 0)
             ids_add(w->out, cut.id);
-        else if (!encode_from(w, step + 1, s + cut.begin, cut.end - cut.begin))
+        else if (!encode_from(w, step + 1, s + cut.begin, NULL, cut.end - cut.begin))
             return false;
     }
     return true;
 }
 
-bool tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int flags, Ids *out, Error *e) {
+static bool encode(const Tokenizer *t, const char *text, const char *own, size_t n, int flags, Ids *out, Error *e) {
     size_t valid = utf8_check(text, n);
     if (valid < n)
         return fail(e, USAGE, "the text is not UTF-8: byte %zu is 0x%02X", valid, (unsigned char)text[valid]);
@@ -335,7 +340,7 @@ bool tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int flags,
     pcre2_set_heap_limit(w.limits, 1 << 20); /* KiB */
     size_t before = out->n;
     if (flags & WITH_TEMPLATE) ids_append(out, t->around[0].data, t->around[0].n);
-    bool ok = encode_from(&w, 0, text, n);
+    bool ok = encode_from(&w, 0, text, own, n);
     if (flags & WITH_TEMPLATE) ids_append(out, t->around[1].data, t->around[1].n);
     if (!ok) out->n = before;
     pcre2_match_data_free(w.match);
@@ -343,6 +348,14 @@ bool tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int flags,
     bytes_free(&w.seen);
     free(w.symbol), free(w.best);
     return ok;
+}
+
+bool tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int flags, Ids *out, Error *e) {
+    return encode(t, text, NULL, n, flags, out, e);
+}
+
+bool tokenizer_encode_marked(const Tokenizer *t, const Marked *text, Ids *out, Error *e) {
+    return !text->text.n || encode(t, text->text.data, text->own.data, text->text.n, 0, out, e);
 }
 
 size_t tokenizer_room(const Tokenizer *t, size_t tokens) {
@@ -458,9 +471,9 @@ static bool read_added(Tokenizer *t, const cJSON *added, Error *e) {
         return fail(e, BAD_MODEL, "the added token '%.100s', id %.15g, or its id appears twice", text, number);
     t->token[id].added = true;
     t->token[id].control = json_true(added, "special");
-    LocalBytes found = {0};
-    if (normalized) normalize(t, text, n, false, &found);
-    prefixes_add(t->prefixes + normalized, normalized ? found.data : text, normalized ? found.n : n, id);
+    LocalMarked found = {0};
+    normalized ? normalize(t, text, NULL, n, false, &found) : marked_add(&found, text, n, false);
+    prefixes_add(t->prefixes + normalized, found.text.data, found.text.n, id);
     return true;
 }
 
@@ -615,31 +628,43 @@ static bool read_tokenizer(Tokenizer *t, const cJSON *file, Error *e) {
 
 /* ---- chat templates, which also tell which tokens are control tokens ---- */
 
-/* Appends all texts of `template` to `all`. In a list of {"name", "template"} "default" is the model's, if `counts`. */
-static void add_template(Tokenizer *t, const cJSON *template, bool counts, Bytes *all) {
+/* Appends all texts of `template` to `all`, and the model's own to `to`, unless that is NULL. In a list of {"name",
+ * "template"} that is "default", and "tool_use" is the one for prompts with tools. */
+static void add_template(Tokenizer *t, const cJSON *template, Bytes *to, Bytes *all) {
     const char *text = cJSON_GetStringValue(template);
     const cJSON *part;
     if (text) bytes_text(all, text);
-    if (text && counts) bytes_text(&t->chat_template, text);
+    if (text && to) bytes_text(to, text);
     cJSON_ArrayForEach(part, template) {
-        bool wanted = part->string ? !strcmp(part->string, "template") : json_is(part, "name", "default");
-        add_template(t, part, counts && wanted, all);
+        const bool counts = part->string ? !strcmp(part->string, "template") : json_is(part, "name", "default");
+        const bool tools = !part->string && json_is(part, "name", "tool_use");
+        add_template(t, part, !to ? NULL : counts ? to : tools ? &t->tool_template : NULL, all);
     }
 }
 
 /* The files beside tokenizer.json: the first with a template counts, and tokenizer_config.json says whether a text
- * begins with a token. */
+ * begins with a token, and which texts a template gets by name. */
 static bool read_companions(Tokenizer *t, JsonFile *json, const void *model, Bytes *all, Error *e) {
-    static const char *const names[] = {"chat_template.jinja", "chat_template.json", "tokenizer_config.json"};
-    for (int i = 0; i < 3; i++) {
+    static const char *const names[] = {"chat_template.jinja", "additional_chat_templates/tool_use.jinja",
+                                        "chat_template.json", "tokenizer_config.json"};
+    static const char *const special[] = {"bos_token", "eos_token", "unk_token", "pad_token"};
+    for (int i = 0; i < 4; i++) {
         LocalJson file = json(model, names[i], e);
         if (!file && e->code) return false;
-        const cJSON *add = json_get(file, "add_bos_token"), *bos = json_get(file, "bos_token");
-        const char *name = cJSON_IsString(bos) ? bos->valuestring : json_string(bos, "content");
-        if (name) t->bos = find_token(t, name, strlen(name));
+        for (int k = 0; k < 4; k++) {
+            const cJSON *token = json_get(file, special[k]);
+            const char *name = cJSON_IsString(token) ? token->valuestring : json_string(token, "content");
+            if (!name) continue;
+            json_add(t->special, special[k], json_word(name), NULL);
+            bytes_text(all, name);
+        }
+        const cJSON *add = json_get(file, "add_bos_token");
+        const char *bos = json_string(t->special, "bos_token");
+        const int first = cJSON_IsTrue(add) && bos ? find_token(t, bos, strlen(bos)) : -1;
         if (cJSON_IsBool(add)) t->around[0].n = 0;
-        if (cJSON_IsTrue(add) && t->bos >= 0) ids_add(t->around, t->bos);
-        add_template(t, i ? json_get(file, "chat_template") : file, !t->chat_template.n, all);
+        if (first >= 0) ids_add(t->around, first);
+        Bytes *to = i == 1 ? &t->tool_template : t->chat_template.n ? NULL : &t->chat_template;
+        add_template(t, i > 1 ? json_get(file, "chat_template") : file, to, all);
     }
     return true;
 }
@@ -664,9 +689,11 @@ Tokenizer *tokenizer_open(const char *path, JsonFile *json, const void *model, E
     if (!file) return NULL;
     Tokenizer *t = allocate_zero(1, sizeof *t);
     LocalBytes templates = {0};
-    t->bos = t->unknown = -1;
+    t->unknown = -1;
+    t->special = cJSON_CreateObject();
     t->token = allocate_zero(MOST_IDS, sizeof *t->token);
-    bytes_text(&t->text, ""), bytes_text(&t->chat_template, ""), bytes_text(&templates, "");
+    bytes_text(&t->text, ""), bytes_text(&templates, "");
+    bytes_text(&t->chat_template, ""), bytes_text(&t->tool_template, "");
     bool ok = read_tokenizer(t, file, e) || fail(e, BAD_MODEL, "%s: %s", path, e->text);
     if (ok && read_companions(t, json, model, &templates, e) && mark_control(t, &templates, e)) return t;
     tokenizer_close(t);
@@ -677,7 +704,9 @@ void tokenizer_close(Tokenizer *t) {
     if (!t) return;
     for (int i = 0; i < t->splits; i++) pcre2_code_free(t->split[i]);
     map_free(&t->by_text), map_free(&t->merge), map_free(t->prefixes), map_free(t->prefixes + 1);
-    bytes_free(&t->text), bytes_free(&t->chat_template), ids_free(t->around), ids_free(t->around + 1);
+    bytes_free(&t->text), bytes_free(&t->chat_template), bytes_free(&t->tool_template);
+    ids_free(t->around), ids_free(t->around + 1);
+    cJSON_Delete(t->special);
     free(t->token), free(t);
 }
 
@@ -693,12 +722,14 @@ bool tokenizer_fit(Tokenizer *t, int vocab) {
         for (size_t i = 0; i < all.n; i++)
             if (all.data[i] < vocab) t->around[k].data[t->around[k].n++] = all.data[i];
     }
-    if (t->bos >= vocab) t->bos = -1;
     if (t->size > vocab) t->size = vocab;
     return true;
 }
 
-const char *tokenizer_template(const Tokenizer *t) { return t->chat_template.data; }
+const char *tokenizer_template(const Tokenizer *t, bool tools) {
+    return tools ? t->tool_template.data : t->chat_template.data;
+}
+
 int tokenizer_size(const Tokenizer *t) { return t->size; }
 
 int tokenizer_added(const Tokenizer *t, const char *text) {
@@ -706,6 +737,6 @@ int tokenizer_added(const Tokenizer *t, const char *text) {
     return id >= 0 && t->token[id].added ? id : -1;
 }
 
-int tokenizer_bos(const Tokenizer *t) { return t->bos; }
+const cJSON *tokenizer_special(const Tokenizer *t) { return t->special; }
 
 bool tokenizer_is_control(const Tokenizer *t, int id) { return id >= 0 && id < t->size && t->token[id].control; }

@@ -18,12 +18,13 @@ void tokenizer_close(Tokenizer *t);
 /* Removes added tokens that the model has no embedding for. False: other tokens lack one too, so
  * the tokenizer belongs to another model. */
 bool tokenizer_fit(Tokenizer *t, int vocab);
-const char *tokenizer_template(const Tokenizer *t); /* the model's chat template, or "" */
-int tokenizer_size(const Tokenizer *t);             /* one above the highest id */
+/* The model's chat template, or that for prompts with tools, or "". */
+const char *tokenizer_template(const Tokenizer *t, bool tools);
+int tokenizer_size(const Tokenizer *t); /* one above the highest id */
 /* The id of the added token with this text, or -1. */
 int tokenizer_added(const Tokenizer *t, const char *text);
 bool tokenizer_is_control(const Tokenizer *t, int id);
-int tokenizer_bos(const Tokenizer *t); /* what a chat template knows as bos_token, or -1 */
+const cJSON *tokenizer_special(const Tokenizer *t); /* bos_token, eos_token and the like, as a template gets them */
 
 /* Without flags the name of a control token is ordinary text, so that no text from outside becomes a control token. */
 enum {
@@ -33,6 +34,9 @@ enum {
 /* Appends the ids of n bytes of text. USAGE: they are not UTF-8, with the offset. BAD_MODEL: the file's pattern exceeds
  * its match limit, or a byte has no token. After an error `out` is as before. */
 bool tokenizer_encode(const Tokenizer *t, const char *text, size_t n, int flags, Ids *out, Error *e);
+
+/* The same, in which only what the template wrote becomes a control token. */
+bool tokenizer_encode_marked(const Tokenizer *t, const Marked *text, Ids *out, Error *e);
 
 /* The most bytes of a text that becomes so many tokens. SIZE_MAX: there is no limit. */
 size_t tokenizer_room(const Tokenizer *t, size_t tokens);

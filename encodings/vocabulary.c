@@ -206,6 +206,8 @@ cJSON *gguf_tokenizer_config(const cJSON *metadata) {
     bool begins = json_is(metadata, KEY("model"), "llama") || (row >= 0 && pres[row].features & BEGINS);
     if (add) begins = cJSON_IsTrue(add);
     const char *bos = id || begins ? text_of(metadata, id ? cJSON_GetNumberValue(id) : 1) : NULL;
+    const cJSON *end = json_get(metadata, KEY("eos_token_id"));
+    const char *eos = end ? text_of(metadata, cJSON_GetNumberValue(end)) : NULL;
     return json_object("chat_template", json_word(json_string(metadata, "tokenizer.chat_template")), "bos_token",
-                       json_word(bos), "add_bos_token", cJSON_CreateBool(begins), NULL);
+                       json_word(bos), "eos_token", json_word(eos), "add_bos_token", cJSON_CreateBool(begins), NULL);
 }

@@ -8,13 +8,8 @@
 #include <string.h>
 #include <utf8proc.h>
 
-enum {
-    MOST_INDENT = 100,
-    MOST_DEPTH = 200,
-    MOST_BEGIN = 1000 /* of a call without marks, up to its arguments */,
-    PATTERNS = 4,
-    QUOTES = 4
-};
+enum { MOST_DEPTH = 200, MOST_BEGIN = 1000 /* bytes of a call without marks, up to its arguments */ };
+enum { PATTERNS = 4, QUOTES = 4, ROWS = 19, MARKS = 4 };
 
 /* ---- the table ---- */
 
@@ -33,7 +28,7 @@ typedef struct {
 /* clang-format off */
 #define NAMED "{\"name\": \"%n\", \"arguments\": %a}"
 #define PARAMETERS "\"name\": \"%n\", \"parameters\": %a}"
-static const Calls rows[] = {
+static const Calls rows[ROWS] = {
     {"Hermes", "<tool_call>", "</tool_call>", "\n", "", {NAMED, "%o"}, NULL},
     {"Qwen3-Coder", "<tool_call>", "</tool_call>", "\n", "", {"<function=%n>\n%p</function>"},
      "<parameter=%k>\n%v\n</parameter>\n"},
@@ -64,8 +59,8 @@ static const Calls rows[] = {
      "{\"type\": \"function\", \"function\": " NAMED "}"}, NULL},
     {"pythonic", NULL, NULL, "", ",]", {"[%n%a", "%n%a"}, NULL},
 };
-static const char *const thoughts[][2] = {{"<think>", "</think>"}, {"[THINK]", "[/THINK]"},
-                                          {"<seed:think>", "</seed:think>"}, {"<|channel>thought", "<channel|>"}};
+static const char *const marks[MARKS][2] = {{"<think>", "</think>"}, {"[THINK]", "[/THINK]"}, /* of thoughts */
+    {"<seed:think>", "</seed:think>"}, {"<|channel>thought", "<channel|>"}};
 /* clang-format on */
 
 /* Texts that Gemma puts around texts, and tokens that no answer has: with one the model goes on in somebody's name. */
@@ -78,7 +73,8 @@ static bool is_space(uint32_t c) {
     return (c >= 9 && c <= 13) || (c >= 28 && c <= 31) || c == 0x85 || *utf8proc_category_string((int32_t)c) == 'Z';
 }
 
-Bytes text_trim(Bytes text) {
+/* The text without white space at both ends; not a copy. */
+static Bytes trim(Bytes text) {
     Bytes kept = {.data = text.data + text.n};
     for (size_t i = 0, length; i < text.n; i += length) {
         uint32_t c = 0;
@@ -88,32 +84,6 @@ Bytes text_trim(Bytes text) {
         kept.n = (size_t)(text.data + i + length - kept.data);
     }
     return kept;
-}
-
-void put_spaced(Bytes *out, const cJSON *value, int indent, int depth) {
-    bool object = cJSON_IsObject(value);
-    int width = indent * depth < MOST_INDENT ? indent * depth : MOST_INDENT;
-    if (!value->child) {
-        json_written(out, value);
-        return;
-    }
-    bytes_text(out, object ? "{" : "[");
-    for (const cJSON *each = value->child; each; each = each->next) {
-        if (each != value->child) bytes_text(out, indent ? "," : ", ");
-        if (indent) bytes_print(out, "\n%*s", width + indent, "");
-        if (object) json_append(out, cJSON_CreateString(each->string)), bytes_text(out, ": ");
-        put_spaced(out, each, indent, depth + 1);
-    }
-    if (indent) bytes_print(out, "\n%*s", width, "");
-    bytes_text(out, object ? "}" : "]");
-}
-
-bool cut_at(Bytes *text, const char *mark, Bytes *before) {
-    char *at = text->n ? memmem(text->data, text->n, mark, strlen(mark)) : NULL;
-    if (!at) return false;
-    *before = (Bytes){.data = text->data, .n = (size_t)(at - text->data)};
-    *text = (Bytes){.data = at + strlen(mark), .n = text->n - before->n - strlen(mark)};
-    return true;
 }
 
 /* ---- calls ---- */
@@ -156,7 +126,8 @@ static bool put_quoted(Scan *p, Bytes *out) {
     for (; p->s < s; p->s++) {
         const bool escaped = escapes && *p->s == '\\' && ++p->s;
         if (escaped ? *p->s != '\'' : strchr("\"\\", *p->s) != NULL) bytes_text(out, "\\");
-        bytes_print(out, (unsigned char)*p->s < ' ' ? "\\u%04x" : "%c", *p->s);
+        if ((unsigned char)*p->s < ' ') bytes_print(out, "\\u%04x", *p->s);
+        if ((unsigned char)*p->s >= ' ') bytes_add(out, p->s, 1);
     }
     bytes_text(out, "\"");
     return p->s += strlen(quotes[i]), true;
@@ -297,8 +268,9 @@ static bool add_call(const Scan *p, Conversation *calls) {
     if (!cJSON_IsObject(arguments)) return false;
     Message *call = message_new(&calls->message, &calls->messages);
     *call = call_of(p->name.data);
-    put_spaced(&call->content, arguments, 0, 0);
-    return true;
+    LocalBytes text = {0};
+    json_written(&text, arguments);
+    return put_value(&(Scan){.s = text.data, .end = text.data + text.n}, 0, &call->content);
 }
 
 /* Appends the calls that a text begins with. Returns how much of it they are, with what may stand around them. */
@@ -322,11 +294,12 @@ static size_t read_calls(const Reader *r, const Calls *row, Bytes text, Conversa
 
 /* ---- reading ---- */
 
+static const Calls *row_of(const Chat *chat) { return (const Calls *)chat->calls; }
+
 /* The text of a mark, or NULL. */
 static const char *mark_of(const Chat *chat, int which) {
-    const Calls *row = chat->calls;
-    const char *const *thought = chat->thoughts;
-    return which <= CLOSE_THINK ? (thought ? thought[which] : NULL)
+    const Calls *row = row_of(chat);
+    return which <= CLOSE_THINK ? (chat->thoughts ? chat->thoughts[which] : NULL)
            : row                ? (which == OPEN_CALLS ? row->open : row->close)
                                 : NULL;
 }
@@ -348,7 +321,7 @@ static bool counts(const Reader *r, int which, bool token) {
 /* Does the answer end with this token? Control tokens that belong to a call or a thought do not end it. */
 static bool ends(const Reader *r, int token, int which) {
     const Tokenizer *t = r->chat->tokenizer;
-    const Calls *row = r->chat->calls;
+    const Calls *row = row_of(r->chat);
     LocalBytes text = {0};
     if (token == STREAM_END || which == ANSWER_ENDS) return true;
     if (which <= CLOSE_CALLS) return false;
@@ -367,7 +340,7 @@ static bool ends(const Reader *r, int token, int which) {
 static void say(Reader *r, size_t n) {
     Bytes *content = &r->now.content, *pending = &r->pending;
     const size_t white = r->scanned < n ? r->scanned : n;
-    Bytes text = text_trim((Bytes){.data = pending->data + white, .n = n - white});
+    Bytes text = trim((Bytes){.data = pending->data + white, .n = n - white});
     char *begin = content->n ? pending->data : text.data, *end = text.data + text.n;
     if (!content->n || text.n) {
         bytes_add(content, begin, (size_t)(end - begin));
@@ -384,10 +357,9 @@ static void end_text(Reader *r, const char *channel) {
     r->scanned = 0;
 }
 
-/* Ends a section of calls. It is text if it has none, or has anything else and was closed by a mark or opened by none.
- */
+/* Ends a section of calls. It is text if it has none; also if it has more, and a mark closed it or none opened it. */
 static void end_calls(Reader *r, bool closed) {
-    const Calls *row = r->chat->calls;
+    const Calls *row = row_of(r->chat);
     Bytes *pending = &r->pending, text = {.data = pending->data + r->begun, .n = pending->n - r->begun};
     LOCAL(conversation_free) Conversation calls = {0};
     const size_t read = read_calls(r, row, text, &calls);
@@ -408,7 +380,7 @@ static void end_calls(Reader *r, bool closed) {
 /* A mark behind the pending text. One that opens calls until the end of the answer has no text. */
 static void read_mark(Reader *r, int which, bool token) {
     const bool began = thinking(r), open = which == OPEN_CALLS;
-    const Calls *row = r->chat->calls;
+    const Calls *row = row_of(r->chat);
     if (!counts(r, which, token)) {
         bytes_text(&r->pending, open && !row->close ? "" : mark_of(r->chat, which));
         return;
@@ -456,7 +428,7 @@ static void read_spelled(Reader *r, int which, size_t at) {
 
 /* Without marks: does an answer begin with a call, up to its arguments, or may it? */
 static bool begins_call(const Reader *r, bool *may) {
-    const Calls *row = r->chat->calls;
+    const Calls *row = row_of(r->chat);
     bool begins = false;
     *may = false;
     if (!row || row->open || !may_call(r) || r->now.content.n || r->pending.n > MOST_BEGIN) return false;
@@ -479,14 +451,13 @@ Read answers_read(Reader *r, int token, int which) {
     const int python = tokenizer_added(r->chat->tokenizer, python_tag);
     if (stop || mark)
         tokenizer_flush(&r->decoder, &r->pending);
-    else if (token != python || !r->chat->calls || ((const Calls *)r->chat->calls)->open)
+    else if (token != python || !r->chat->calls || row_of(r->chat)->open)
         tokenizer_decode(r->chat->tokenizer, &r->decoder, token, &r->pending);
     int spelled = find_mark(r, &at);
     for (; spelled >= 0 && (stop || mark); spelled = find_mark(r, &at)) read_spelled(r, spelled, at);
     if (mark) read_mark(r, which, true);
     if (spelled >= 0) {
-        read_spelled(r, spelled,
-                     at); /* what follows waits for the next token, which may add text to one message only */
+        read_spelled(r, spelled, at); /* what follows waits: a token may add text to one message only */
     } else if (!r->in_content && !stop) {
         if (mark) at = r->pending.n;
         r->in_content = begins_call(r, &may);
@@ -500,17 +471,131 @@ Read answers_read(Reader *r, int token, int which) {
 
 /* ---- the choice ---- */
 
+/* A conversation of known values, which no template changes, and its rendering: a question alone, or with an answer
+ * behind a thought, or with a call and its result. */
+typedef enum { QUESTION, THOUGHT, CALLED, DECLARED /* a question with tools */ } Probe;
+#define ASKED    "known question"
+#define THOUGHTS "known thought"
+#define ANSWERED "known answer"
+#define RESULTED "known result"
+#define FUNCTION "known_function"
+static const char arguments[] = "{\"place\": \"Quito\"}";
+static const char declared[] =
+    "[{\"type\":\"function\",\"function\":{\"name\":\"" FUNCTION "\",\"description\":\"known description\","
+    "\"parameters\":{\"type\":\"object\",\"properties\":{\"place\":{\"type\":\"string\",\"description\":\"a place\"}},"
+    "\"required\":[\"place\"]}}}]";
+
+/* "" if the template refuses it. */
+static void probe(const Chat *chat, Probe what, const char *effort, Marked *out) {
+    LOCAL(conversation_free) Conversation c = {0};
+    Error e;
+    conversation_init(&c);
+    conversation_set(&c.effort, effort);
+    conversation_add(&c, "user", NULL, ASKED, strlen(ASKED));
+    if (what >= CALLED) c.request = json_object("tools", json_parse(declared, strlen(declared), "tools", &e), NULL);
+    if (what == CALLED) {
+        Message *call = message_new(&c.message, &c.messages), *result;
+        *call = call_of(FUNCTION);
+        bytes_text(&call->content, arguments);
+        conversation_set(&call->id, "abcdefghi");
+        result = conversation_add(&c, "tool", "commentary", RESULTED, strlen(RESULTED));
+        conversation_set(&result->id, "abcdefghi");
+        conversation_set(&result->name, "functions." FUNCTION);
+    }
+    if (what == THOUGHT) conversation_add(&c, "assistant", "analysis", THOUGHTS, strlen(THOUGHTS));
+    if (what == THOUGHT) conversation_add(&c, "assistant", "final", ANSWERED, strlen(ANSWERED));
+    chat->format->render(chat, &c, what == QUESTION || what == DECLARED, out, &e);
+    marked_add(out, "", 0, true);
+}
+
+/* Does a row read the known call, and nothing else, in what was rendered between question and result? */
+static bool reads_known(const Chat *chat, const Calls *row, const char *from, const char *to) {
+    const Reader any = {.chat = chat};
+    const char *open = row->open ? row->open : (char[]){*row->call[0], 0};
+    bool found = false;
+    for (const char *s = from; !found && (s = strstr(s, open)) && s < to; s++) {
+        LOCAL(conversation_free) Conversation calls = {0};
+        const char *begin = s + (row->open ? strlen(open) : 0), *close = row->close ? strstr(begin, row->close) : to;
+        if (!close || close > to) continue;
+        const Bytes text = {.data = (char *)(uintptr_t)begin, .n = (size_t)(close - begin)};
+        const size_t read = read_calls(&any, row, text, &calls);
+        found = calls.messages == 1 && same(calls.message->recipient, "functions." FUNCTION) &&
+                same(calls.message->content.data, arguments) && (read == text.n || !row->close);
+    }
+    return found;
+}
+
+/* The row that reads the known call. Else the first whose opening mark is a token that the template names, with what a
+ * call begins with. */
+static const Calls *find_calls(const Chat *chat) {
+    LOCAL(marked_free) Marked text = {0};
+    const char *from, *to = NULL, *next;
+    probe(chat, CALLED, "medium", &text);
+    for (from = next = text.text.data; (next = strstr(next, ASKED)); next++) from = next;
+    if (from) to = strstr(from, RESULTED);
+    for (size_t i = 0; i < ROWS && to; i++)
+        if (reads_known(chat, rows + i, from, to)) return rows + i;
+    for (size_t i = 0; i < ROWS; i++) {
+        const size_t n = strcspn(rows[i].call[0], "%\n>");
+        LocalText front = copy_text(rows[i].call[0], n && rows[i].call[0][n - 1] == '"' ? n - 2 : n);
+        const char *open = rows[i].open;
+        if (open && tokenizer_added(chat->tokenizer, open) >= 0 && strstr(chat->template, open) &&
+            strstr(chat->template, front))
+            return rows + i;
+    }
+    return NULL;
+}
+
+/* Where a text of n bytes ends, white space aside. */
+static bool ends_with(const char *text, size_t n, const char *mark) {
+    while (n && strchr(" \t\r\n", text[n - 1])) n--;
+    return n >= strlen(mark) && !memcmp(text + n - strlen(mark), mark, strlen(mark));
+}
+
+/* The marks around the known thought, or at the end of a prompt. Else the first whose closing mark is a token that the
+ * template names. */
+static const char *const *find_thoughts(const Chat *chat, const char *answer, const Marked *prompt) {
+    const char *at = strstr(answer, THOUGHTS);
+    for (int i = 0; i < MARKS; i++) {
+        const char *rest = at ? at + strlen(THOUGHTS) : "";
+        rest += strspn(rest, " \t\r\n");
+        if (at && ends_with(answer, (size_t)(at - answer), marks[i][0]) && begins(rest, marks[i][1])) return marks[i];
+        if (ends_with(prompt->text.data, prompt->text.n, marks[i][0])) return marks[i];
+    }
+    for (int i = 0; i < MARKS; i++)
+        if (tokenizer_added(chat->tokenizer, marks[i][1]) >= 0 && strstr(chat->template, marks[i][1])) return marks[i];
+    return NULL;
+}
+
 void answers_use(Chat *chat, const char *calls, const char *open) {
-    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
-        if (same(rows[i].name, calls)) chat->calls = rows + i;
-    for (size_t i = 0; i < sizeof thoughts / sizeof *thoughts; i++)
-        if (same(thoughts[i][0], open)) chat->thoughts = thoughts[i];
+    for (size_t i = 0; i < ROWS; i++)
+        if (same(rows[i].name, calls)) chat->calls = &rows[i].name;
+    for (int i = 0; i < MARKS; i++)
+        if (same(marks[i][0], open)) chat->thoughts = marks[i];
     for (int i = 0; i <= CLOSE_CALLS; i++)
         chat->control[i] = mark_of(chat, i) ? tokenizer_added(chat->tokenizer, mark_of(chat, i)) : -1;
 }
 
-bool answers_force(const Chat *chat, const char *effort, const char *name, Bytes *out, Error *e) {
-    const Calls *row = chat->calls;
+void answers_open(Chat *chat) {
+    LOCAL(marked_free) Marked answer = {0}, prompt = {0}, quiet = {0}, tools = {0};
+    probe(chat, THOUGHT, "medium", &answer);
+    probe(chat, QUESTION, "medium", &prompt);
+    probe(chat, QUESTION, "none", &quiet);
+    probe(chat, DECLARED, "medium", &tools);
+    const Calls *calls = find_calls(chat);
+    const char *const *thought = find_thoughts(chat, answer.text.data, &prompt);
+    answers_use(chat, calls ? calls->name : NULL, thought ? *thought : NULL);
+    chat->tools = strstr(tools.text.data, "known description");
+    chat->thinks = thought && ends_with(prompt.text.data, prompt.text.n, *thought);
+    chat->quiet = !chat->thinks || !ends_with(quiet.text.data, quiet.text.n, *thought);
+    const char *end = strstr(answer.text.data, ANSWERED);
+    if (end) end += strlen(ANSWERED), end += strspn(end, " \t\r\n");
+    LocalText name = copy_text(end ? end : "", end ? strcspn(end, ">]") + 1 : 0);
+    chat->control[ANSWER_ENDS] = tokenizer_added(chat->tokenizer, name);
+}
+
+bool answers_force(const Chat *chat, const char *effort, const char *name, Marked *out, Error *e) {
+    const Calls *row = row_of(chat);
     if (!row) return fail(e, USAGE, "tool_choice: how this model writes calls is not known, so none can be forced");
     const char *at = strstr(row->call[0], "%n"), *rest = name ? at + 2 : "";
     LocalText before = copy_text(row->call[0], at - row->call[0]);
@@ -518,6 +603,6 @@ bool answers_force(const Chat *chat, const char *effort, const char *name, Bytes
     LocalBytes piece = {0};
     if (chat_thinks(chat, effort)) bytes_print(&piece, "\n%s\n\n", mark_of(chat, CLOSE_THINK));
     bytes_print(&piece, "%s%s%s%s%s", row->open ? row->open : "", row->first, before, name ? name : "", after);
-    chat_fill(chat, out, piece.data, NULL, NULL);
+    marked_add(out, piece.data, piece.n, true);
     return true;
 }

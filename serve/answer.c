@@ -199,7 +199,9 @@ void read_token(Choice *c, size_t position, int token, const float *logits, bool
         const Read read = read_message(c, token);
         const bool content = !read.header && read.part != REASONING && read.part != CALL;
         c->thought += read.part == REASONING;
-        scored = scored && content && !tokenizer_is_control(server.s.tokenizer, token);
+        const bool said =
+            c->text.n > begin || !tokenizer_is_control(server.s.tokenizer, token); /* a mark may be text */
+        scored = scored && content && said;
         called = read.closed && read.part == CALL;
         stop = stop || (read.stop && !q->ignore_eos) || (called && !q->parallel);
     } else if (!stop && !silent && !(q->skip_special && tokenizer_is_control(server.s.tokenizer, token))) {

@@ -41,7 +41,7 @@ static const char of_answers[] =
     "structured_outputs";
 static const char of_chats[] =
     "messages tools tool_choice parallel_tool_calls reasoning_effort chat_template_kwargs date "
-    "model_identity knowledge_cutoff channels bare keep_analysis";
+    "model_identity knowledge_cutoff channels bare keep_analysis continue_final_message";
 
 /* Fields of other servers that are refused with advice, unless their value follows a = here: it changes nothing. A
  * space marks where a field begins. -0 is 0. */
@@ -65,7 +65,7 @@ static const struct {
     {" enable_thinking=true thinking= think= include_reasoning=true separate_reasoning=true stream_reasoning=true",
      "use reasoning_effort, or chat_template_kwargs with enable_thinking"},
     {" reasoning= verbosity=\"medium\" thinking_budget= budget_tokens= thinking_token_budget=", "use reasoning_effort"},
-    {" echo=false prompt_logprobs= n_probs=0 continue_final_message=false chat_template= template= raw=false",
+    {" echo=false prompt_logprobs= n_probs=0 chat_template= template= raw=false",
      "send the text to /v1/completions, which has echo and logprobs"},
     {" prompt=", "use messages, or send the text to /v1/completions"},
     {" messages=", "send them to /v1/chat/completions"},
@@ -349,8 +349,8 @@ static bool check_length(Request *q) {
     return n <= server.most_bytes || too_long(q, n, "bytes");
 }
 
-/* Takes chat_template_kwargs, where clients set one of two names that templates have for thinking, or both. OpenAI's
- * efforts minimal and xhigh are low and high to models of three. */
+/* Takes chat_template_kwargs: one of two names that templates have for thinking, or both; an effort; and whatever else
+ * the template may read. OpenAI's efforts minimal and xhigh are low and high to models of three. */
 static bool take_template_values(Request *q, Conversation *talk) {
     const cJSON *kwargs = json_get(q->json, "chat_template_kwargs"), *each, *thinks = NULL;
     bool ok = !kwargs || cJSON_IsObject(kwargs);
@@ -360,16 +360,16 @@ static bool take_template_values(Request *q, Conversation *talk) {
         if (effort) {
             conversation_set(&talk->effort, each->valuestring);
         } else {
-            ok = ok && each->string && text_listed("thinking enable_thinking", each->string) && cJSON_IsBool(each) &&
-                 (!thinks || cJSON_IsTrue(thinks) == cJSON_IsTrue(each));
-            thinks = each;
+            const bool thought = each->string && text_listed("thinking enable_thinking", each->string);
+            const bool agrees = cJSON_IsBool(each) && (!thinks || cJSON_IsTrue(thinks) == cJSON_IsTrue(each));
+            ok = ok && (thought ? agrees : server.s.chat.own != NULL);
+            if (thought) thinks = each;
         }
     }
     if (cJSON_IsFalse(thinks)) conversation_set(&talk->effort, "none");
     if (same(talk->effort, "minimal")) conversation_set(&talk->effort, "low");
     if (same(talk->effort, "xhigh")) conversation_set(&talk->effort, "high");
-    return ok ||
-           fail(&q->error, 400, "chat_template_kwargs may have only enable_thinking or thinking, and reasoning_effort");
+    return ok || fail(&q->error, 400, "chat_template_kwargs has a value that this model's chat format does not take");
 }
 
 typedef struct {
@@ -390,7 +390,9 @@ static bool render(Request *q, Conversation *talk, Ids *ids, Answering *to) {
     if (!talk->messages && !talk->instructions) return fail(e, 400, "messages is empty");
     if (keeping && !chat->schemas) /* the prompt cannot show it; the answer keeps it */
         cJSON_DeleteItemFromObjectCaseSensitive(talk->request, "response_format");
+    if (tools_of(talk) && !chat->tools) return fail(e, 400, "tools: %s has no words for them", chat->name);
     if (!chat_render(chat, talk, prompt, ids, e)) return false;
+    if (json_true(q->json, "continue_final_message")) conversation_set(&talk->effort, "none"); /* it is in no thought */
     to->begin = ids->n;
     return !to->force || !prompt || chat_force(chat, talk->effort, to->name, ids, e);
 }

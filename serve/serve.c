@@ -310,5 +310,5 @@ static const Option serve_options[] = {
 const Command serve = {"serve",
                        "[MODEL]",
                        "an API like OpenAI's, for many clients at once, and a page to chat with",
-                       {serve_options, load_options},
+                       {serve_options, load_options, chat_options},
                        run_serve};

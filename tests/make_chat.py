@@ -5,7 +5,7 @@
 
 TEST_DATA/chat_templates holds published templates; the short ones of other models are written out here, and some differ
 from a stored one in a few words: published V3.1 writes </think> where its stored copy has <think></think>. jinja2 is set up
-as transformers does. "has" is what a chat template must say to be taken for this one: tests without TEST_DATA use it.
+as transformers does. Tests read stored templates from TEST_DATA, and change them in the same words.
 Ids are by the published tokenizer.json, with control tokens recognised and without the file's template.
 """
 import datetime
@@ -134,56 +134,47 @@ GEMMA = ["<bos>", "<start_of_turn>", "<end_of_turn>"]
 DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"]
 # the format's name in formats/templates.c: template (a file, or its text), what it has, control tokens (BOS and EOS below), tokenizer
 BOS, EOS = ("<|begin_of_text|>", "<s>", "<bos>", DEEPSEEK[0]), ("</s>", DEEPSEEK[1], "<|eot_id|>")
-TOOLS = "<args-json-object>"
-MODELS = {
-    "SmolLM2": ("ChatML", SMOLLM2, None, CHATML, "smollm2"),
-    "Qwen2.5": ("Qwen", "Qwen-Qwen2.5-7B-Instruct",
-                TOOLS + "<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>",
-                QWEN, "qwen2.5"),
-    "Qwen2.5-Math": ("Qwen", ("Qwen-Qwen2.5-7B-Instruct", (
-        ("You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
-         "Please reason step by step, and put your final answer within \\\\boxed{}."),)),
-        TOOLS + "'<|im_start|>system\\nPlease reason step by step, and put your final answer within \\\\boxed{}.<|im_end|>\\n'",
+MODELS = {  # the template, or the stored one's name, or that and what changes in it; its control tokens; whose tokenizer
+    "SmolLM2": (SMOLLM2, CHATML, "smollm2"),
+    "Qwen2.5": ("Qwen-Qwen2.5-7B-Instruct", QWEN, "qwen2.5"),
+    "Qwen2.5-Math": (
+        ("Qwen-Qwen2.5-7B-Instruct", ( ("You are Qwen, created by Alibaba Cloud. You are a helpful assistant.", "Please reason step by step, and put your final answer within \\\\boxed{}."),)),
         QWEN, "qwen2.5"),
-    "Qwen3-Coder": ("Qwen3-Coder", QWEN3_CODER, None, QWEN, "qwen3"),
-    "Qwen3": ("Qwen3", "Qwen-Qwen3-0.6B", "last_query_index enable_thinking </think>" + TOOLS, QWEN3, "qwen3"),
-    "Qwen3-2507, thinking": ("Qwen3, always thinking", ("Qwen-Qwen3-0.6B", (
-        ("'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n<think>\\n' }}"),
-        ("enable_thinking is false", "false"))), "last_query_index '<|im_start|>assistant\\n<think>\\n'" + TOOLS, QWEN3,
-        "qwen3"),
-    "Qwen3-2507, copies": ("Qwen3, not thinking", ("Qwen-Qwen3-0.6B", (
-        ("enable_thinking is defined and enable_thinking is false", "false"),)), "last_query_index </think>" + TOOLS, QWEN3,
-        "qwen3"),
-    "Llama 3": ("Llama 3", LLAMA3, None, LLAMA, "llama3.1"),
-    "Llama 3.1": ("Llama 3.1", "meta-llama-Llama-3.1-8B-Instruct",
-                  "Cutting Knowledge Date: December 2023 date_string = \"26 Jul 2024\"", LLAMA, "llama3.1"),
-    "Llama 3.1, copies": ("Llama 3.1", ("meta-llama-Llama-3.1-8B-Instruct", (("26 Jul 2024", "26 July 2024"),)),
-                          "Cutting Knowledge Date: December 2023 date_string = \"26 July 2024\"", LLAMA, "llama3.1"),
-    "Llama 3.2": ("Llama 3.2", "meta-llama-Llama-3.2-3B-Instruct", "Cutting Knowledge Date: December 2023 strftime_now",
-                  LLAMA, "llama3.1"),
-    "Llama 2": ("Llama 2", LLAMA2, None, ["<s>", "</s>"], "llama2"),
-    "TinyLlama": ("Zephyr", ZEPHYR, None, ["<s>", "</s>"], "llama2"),
-    "Mistral v0.1": ("Mistral v0.1", mistral(" [INST] ", " [/INST]", "loop.first", '" " + message["content"] + eos_token'),
-                     None, ["<s>", "</s>"], "llama2"),
-    "Mistral v0.2, old": ("Mistral, without system", MISTRAL_OLD, None, ["<s>", "</s>"], "llama2"),
-    "Mistral v0.3": ("Mistral v0.3", mistral_tools(" ", '" " + message["content"]|trim + eos_token'), None, MISTRAL_TOOLS,
-                     "mistral-7b-v0.3"),
-    "Mistral Nemo": ("Mistral Nemo", mistral_tools("", 'message["content"] + eos_token'), None, MISTRAL_TOOLS, None),
-    "Mistral Small 3": ("Mistral Small 3", MISTRAL_SMALL, None, MISTRAL + ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"], None),
-    "Gemma 2": ("Gemma", "google-gemma-2-2b-it", "<start_of_turn>model", GEMMA, "gemma2"),
-    "Gemma 3": ("Gemma", GEMMA3, None, GEMMA, "gemma3"),
-    "DeepSeek V2": ("DeepSeek V2", DEEPSEEK2, None, DEEPSEEK[:2], None),
-    "DeepSeek V3": ("DeepSeek V3", (R1, (("<think>\\n", ""), ("content.split('</think>')[-1]", "content"), ("'</think>'", "'x'"))),
-                    "'<｜User｜>' + message['content']", DEEPSEEK, "deepseek-r1"),
-    "DeepSeek V3-0324": ("DeepSeek V3", deepseek("message['content']", ""), None, DEEPSEEK, "deepseek-r1"),
-    "DeepSeek V3.1": ("DeepSeek V3.1", ("deepseek-ai-DeepSeek-V3.1", (("<think></think>", "</think>"),)),
-                      "'<｜User｜>' + message['content'] not thinking </think> is_first_sp", DEEPSEEK, "deepseek-r1"),
-    "DeepSeek R1, early": ("DeepSeek R1, early", (R1, (("<think>\\n", ""),)), "'<｜User｜>' + message['content'] </think>", DEEPSEEK,
-                           "deepseek-r1"),
-    "DeepSeek R1": ("DeepSeek R1", R1, "'<｜User｜>' + message['content'] </think> '<｜Assistant｜><think>\\n'", DEEPSEEK, "deepseek-r1"),
-    "DeepSeek R1, February": ("DeepSeek R1", (R1, ((LATEST, JOINED), ("system_prompt='')", "system_prompt='', is_first_sp=true)"))),
-                              "is_first_sp </think> '<｜Assistant｜><think>\\n'", DEEPSEEK, "deepseek-r1"),
-    "DeepSeek R1-0528": ("DeepSeek R1-0528", deepseek("content", CUT), None, DEEPSEEK, "deepseek-r1"),
+    "Qwen3-Coder": (QWEN3_CODER, QWEN, "qwen3"),
+    "Qwen3": ("Qwen-Qwen3-0.6B", QWEN3, "qwen3"),
+    "Qwen3-2507, thinking": (
+        ("Qwen-Qwen3-0.6B", ( ("'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n<think>\\n' }}"), ("enable_thinking is false", "false"))),
+        QWEN3, "qwen3"),
+    "Qwen3-2507, copies": (
+        ("Qwen-Qwen3-0.6B", ( ("enable_thinking is defined and enable_thinking is false", "false"),)),
+        QWEN3, "qwen3"),
+    "Llama 3": (LLAMA3, LLAMA, "llama3.1"),
+    "Llama 3.1": ("meta-llama-Llama-3.1-8B-Instruct", LLAMA, "llama3.1"),
+    "Llama 3.1, copies": (("meta-llama-Llama-3.1-8B-Instruct", (("26 Jul 2024", "26 July 2024"),)), LLAMA, "llama3.1"),
+    "Llama 3.2": ("meta-llama-Llama-3.2-3B-Instruct", LLAMA, "llama3.1"),
+    "Llama 2": (LLAMA2, ["<s>", "</s>"], "llama2"),
+    "TinyLlama": (ZEPHYR, ["<s>", "</s>"], "llama2"),
+    "Mistral v0.1": (
+        mistral(" [INST] ", " [/INST]", "loop.first", '" " + message["content"] + eos_token'),
+        ["<s>", "</s>"], "llama2"),
+    "Mistral v0.2, old": (MISTRAL_OLD, ["<s>", "</s>"], "llama2"),
+    "Mistral v0.3": (mistral_tools(" ", '" " + message["content"]|trim + eos_token'), MISTRAL_TOOLS, "mistral-7b-v0.3"),
+    "Mistral Nemo": (mistral_tools("", 'message["content"] + eos_token'), MISTRAL_TOOLS, None),
+    "Mistral Small 3": (MISTRAL_SMALL, MISTRAL + ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"], None),
+    "Gemma 2": ("google-gemma-2-2b-it", GEMMA, "gemma2"),
+    "Gemma 3": (GEMMA3, GEMMA, "gemma3"),
+    "DeepSeek V2": (DEEPSEEK2, DEEPSEEK[:2], None),
+    "DeepSeek V3": (
+        (R1, (("<think>\\n", ""), ("content.split('</think>')[-1]", "content"), ("'</think>'", "'x'"))),
+        DEEPSEEK, "deepseek-r1"),
+    "DeepSeek V3-0324": (deepseek("message['content']", ""), DEEPSEEK, "deepseek-r1"),
+    "DeepSeek V3.1": (("deepseek-ai-DeepSeek-V3.1", (("<think></think>", "</think>"),)), DEEPSEEK, "deepseek-r1"),
+    "DeepSeek R1, early": ((R1, (("<think>\\n", ""),)), DEEPSEEK, "deepseek-r1"),
+    "DeepSeek R1": (R1, DEEPSEEK, "deepseek-r1"),
+    "DeepSeek R1, February": (
+        (R1, ((LATEST, JOINED), ("system_prompt='')", "system_prompt='', is_first_sp=true)"))),
+        DEEPSEEK, "deepseek-r1"),
+    "DeepSeek R1-0528": (deepseek("content", CUT), DEEPSEEK, "deepseek-r1"),
 }
 
 
@@ -295,30 +286,46 @@ def for_template(message):
     return message
 
 
+def special(controls):
+    return {"bos_token": next((c for c in controls if c in BOS), ""), "eos_token": next((c for c in controls if c in EOS), "")}
+
+
 def render(model, template, controls, name, messages, tools):
-    """A case: the conversation and the prompt; None where the template has no words for it."""
+    """A case: the conversation and the prompt; None where the template refuses it."""
     names = "".join(controls)
     messages = [{**m, "content": m["content"].replace("%", names)} if name == "control tokens" else m for m in messages]
     effort = "none" if name == "effort none" else "medium"
-    values = {"bos_token": next((c for c in controls if c in BOS), ""), "eos_token": next((c for c in controls if c in EOS), ""),
-              "enable_thinking": effort != "none", "thinking": effort != "none",
+    values = {**special(controls), "enable_thinking": effort != "none", "thinking": effort != "none",
               "add_generation_prompt": not name.startswith("no prompt")}
     if tools:
         values["tools"] = tools
     try:
         text = environment().from_string(template).render(messages=[for_template(m) for m in messages], **values)
     except TemplateError:
-        return None
+        text = None
     conversation = {"messages": messages, "reasoning_effort": effort, "date": DATE,
                     "add_generation_prompt": values["add_generation_prompt"], **({"tools": tools} if tools else {})}
     return {"name": name, "conversation": conversation, "text": text}
+
+
+def others(folder):
+    """Templates as people save them into fine-tunes, and what only looks like a known one."""
+    controls = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>"]
+    found = {f"others/{f.stem}": (f"others/{f.stem}", controls, None) for f in sorted(folder.glob("others/*.jinja"))}
+    gemma = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<start_of_turn>user\nTranslate:\n\n\n' + m['content'] "
+             "| trim + '<end_of_turn>\n' }}{% else %}{{ '<start_of_turn>model\n' + m['content'] | trim + '<end_of_turn>\n' }}{% endif %}"
+             "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}")
+    role = "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}{{ '<|assistant|>\n' }}"
+    return found | {"SmolLM3": ("HuggingFaceTB-SmolLM3-3B", QWEN3, "smollm2"), "a Gemma that translates": (gemma, GEMMA, "gemma2"),
+                    "roles in tokens": (role, ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], None)}
 
 
 def cases_of(model, template, controls, tokenizer):
     thinks, several = "<think>" in controls and "</think>" in template, {"<tool_call>", "[TOOL_CALLS]"} & {*controls}
     calls = (several and model != "Qwen3-Coder") or model[:9] in ("Llama 3.1", "Llama 3.2")
     tools = [plain(WEATHER) if "[TOOL_CALLS]" in controls else WEATHER, CLOCK]
-    found = [render(model, template, controls, name, m, None) for name, m in CASES.items()]
+    few = ("system", "several turns", "white space", "control tokens", "no prompt") if "others/" in model else CASES
+    found = [render(model, template, controls, name, CASES[name], None) for name in few]
     if thinks:
         chosen = {k: m for k, m in THINKING.items() if k != "effort none" or model in ("Qwen3", "DeepSeek V3.1")}
         found += [render(model, template, controls, name, m, None) for name, m in chosen.items()]
@@ -326,9 +333,8 @@ def cases_of(model, template, controls, tokenizer):
         chosen = {**CALLING, **(SEVERAL if several else {}), **(THOUGHT_CALLS if thinks else {})}
         found += [render(model, template, controls, name, m, [*tools, *[COUNT] * (name == "numbers")])
                   for name, m in chosen.items()]
-    found = [case for case in found if case]
     for case in found:
-        if tokenizer and "control tokens" not in case["name"]:
+        if case["text"] and tokenizer and "control tokens" not in case["name"]:
             case["ids"] = tokenizer.encode(case["text"], add_special_tokens=False).ids
     return found
 
@@ -339,18 +345,17 @@ def main():
     tokenizers = {m.name.split("/")[1]: Tokenizer.from_buffer(archive.extractfile(m).read())
                   for m in archive if m.name.startswith("tokenizers/") and m.isfile()}
     out = []
-    for model, (format_name, source, has, controls, tokenizer) in MODELS.items():
+    for model, (source, controls, tokenizer) in {**MODELS, **others(data / "chat_templates")}.items():
         file = None if isinstance(source, str) and "{" in source else data / "chat_templates"
         name, changes = (source, ()) if isinstance(source, str) else source
         template = (file / f"{name}.jinja").read_text() if file else source
         for before, behind in changes:
             assert before in template
             template = template.replace(before, behind)
-        file = file / f"{name}.jinja" if file and not changes else None
         cases = cases_of(model, template, controls, tokenizers.get(tokenizer))
-        out.append({"model": model, "format": format_name, "file": file.name if file else None, "has": has or template,
+        out.append({"model": model, "file": f"{name}.jinja" if file else None, "changes": changes, "template": None if file else template, "special": special(controls),
                     "controls": controls, "tokenizer": tokenizer, "cases": cases})
-        print(f"{model}: {len(cases)} prompts")
+        print(f"{model}: {sum(case['text'] is not None for case in cases)} prompts")
     (GOLDENS / "chat.json").write_text(
         "[" + ",\n".join(json.dumps(m, ensure_ascii=False, separators=(",", ":")) for m in out) + "]\n")
 

@@ -42,19 +42,36 @@ static bool talker_open(Talker *m) {
     return true;
 }
 
-/* Formats other than harmony: what their template has, and their control tokens. */
+/* Formats other than harmony: their template, and their control tokens. */
+#define TURNS(begin, text, end)                                                                                        \
+    "{{ tools }}{% for m in messages %}{{ " begin " }}" text end "{% endfor %}"                                        \
+    "{% set m = {'role': 'assistant'} %}{% if add_generation_prompt %}{{ " begin " }}{% endif %}"
+#define CONTENT  "{{ m.content | trim }}"
+#define THOUGHTS "{% if m.thinking %}<think>\n{{ m.thinking }}\n</think>\n\n{% endif %}"
 enum { OTHERS = 6, MOST_CONTROLS = 8 };
 static const struct {
     const char *template, *control[MOST_CONTROLS];
 } others[OTHERS] = {
-    {"last_query_index enable_thinking <args-json-object>",
+    {TURNS("'<|im_start|>' + m.role + '\\n'",
+           THOUGHTS CONTENT "{% for c in m.tool_calls %}{{ '\\n' if m.content or loop.index0 }}<tool_call>\n{\"name\": "
+                            "{{ c.function.name | tojson }}, \"arguments\": {{ c.function.arguments | tojson "
+                            "}}}\n</tool_call>{% endfor %}",
+           "<|im_end|>\n"),
      {"<|im_end|>", "<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>"}},
-    {"<args-json-object>", {"<|im_end|>", "<|im_start|>"}},
-    {"Cutting Knowledge Date: December 2023",
+    {TURNS("'<|im_start|>' + m.role + '\\n'", CONTENT, "<|im_end|>\n"), {"<|im_end|>", "<|im_start|>"}},
+    {TURNS("'<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n'",
+           "{% if m.tool_calls %}{\"name\": {{ m.tool_calls[0].function.name | tojson }}, \"parameters\": "
+           "{{ m.tool_calls[0].function.arguments | tojson }}}{% else %}" CONTENT "{% endif %}",
+           "<|eot_id|>"),
      {"<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>"}},
-    {"<start_of_turn>model", {"<end_of_turn>", "<bos>", "<start_of_turn>"}},
-    {"' [INST] ' + system_message", {"</s>", "<s>"}},
-    {"'[INST]' + system_message", {"</s>", "<s>", "[TOOL_CALLS]"}},
+    {TURNS("'<start_of_turn>' + m.role + '\\n'", CONTENT, "<end_of_turn>\n"),
+     {"<end_of_turn>", "<bos>", "<start_of_turn>"}},
+    {TURNS("'[' + m.role + '] '", CONTENT, "</s>"), {"</s>", "<s>"}},
+    {TURNS("'[' + m.role + '] '",
+           "{% if m.tool_calls %}[TOOL_CALLS]{{ m.tool_calls | map(attribute='function') | list | tojson }}{% else "
+           "%}" CONTENT "{% endif %}",
+           "</s>"),
+     {"</s>", "<s>", "[TOOL_CALLS]"}},
 };
 
 /* The parrot with another format's control tokens for its own. */
@@ -154,7 +171,10 @@ static inline const char *row_problem(const Talker *m, const char *data, size_t 
 }
 #endif
 
-static inline void talker_close(Talker *m) { tokenizer_close(m->tokenizer); }
+static inline void talker_close(Talker *m) {
+    chat_close(&m->chat);
+    tokenizer_close(m->tokenizer);
+}
 
 /* Reads n tokens; `shown` is what was shown. False: a message was closed without a word. */
 static bool read_tokens(const Talker *m, Reader *r, const int *tokens, size_t n, Bytes *shown) {
@@ -305,7 +325,11 @@ static inline const char *other_problem(const Talker *m, const char *data, size_
     if (contents.n != shown.n || (shown.n && memcmp(contents.data, shown.data, shown.n)))
         problem = "shows something else than the contents";
     int messages = r.messages, calls = 0;
-    for (int i = 0; i < messages; i++) calls += message_part(r.message + i) == CALL;
+    bool behind = false; /* a text stands behind a call: templates put it in front */
+    for (int i = 0; i < messages; i++) {
+        behind = behind || (calls && message_part(r.message + i) != CALL);
+        calls += message_part(r.message + i) == CALL;
+    }
     bool beside = calls && calls < messages && tokenizer_added(m->tokenizer, "[TOOL_CALLS]") >= 0;
     bool cut = tokenizer_added(m->tokenizer, "</think>") >= 0 && contents.n &&
                memmem(contents.data, contents.n, "</think>", 8);
@@ -323,7 +347,7 @@ static inline const char *other_problem(const Talker *m, const char *data, size_
     if (!stop) reader_end(&r, &shown);
     conversation_add(&again, "user", NULL, "Hi", 2);
     reader_take(&r, &again);
-    if (!problem && messages && !cut && !beside && !same_messages(&c, &again))
+    if (!problem && messages && !cut && !beside && !behind && !same_messages(&c, &again))
         problem = "reads otherwise when rendered";
     reader_free(&r);
     conversation_free(&c), conversation_free(&again);

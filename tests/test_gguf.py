@@ -9,7 +9,7 @@ import zlib
 from gguf_files import PRES, U16, convert, gguf, places, text, vocabulary
 from helpers import (FIXTURES, GOLDENS, PARROT, PLAIN, copy_model, data, each, expect, has, ids_of, infer, read_json,
                      refused, render, same)
-from test_chat import MODELS as CHATS, folder_of
+from test_chat import folder_of, models_here, template_of
 from test_logits import golden, read_npy
 
 NEEDS = ("encodings", "families", "formats", "commands")  # rooms
@@ -256,11 +256,16 @@ def test_chat_templates(folder):
     """The template is read from the file: prompts of every format."""
     def check(name, m):
         made = folder_of(name, folder)
-        metadata = vocabulary(read_json(made / "tokenizer.json"), "gpt-4o") | {"tokenizer.chat_template": m["has"]}
+        tokenizer, config = read_json(made / "tokenizer.json"), read_json(made / "tokenizer_config.json")
+        metadata = vocabulary(tokenizer, "gpt-4o") | {"tokenizer.chat_template": template_of(name)}
+        ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+        for end in ("bos", "eos"):
+            if config.get(f"{end}_token") in ids:
+                metadata[f"tokenizer.ggml.{end}_token_id"] = ids[config[f"{end}_token"]]
         path = save(folder / "model.gguf", {"general.architecture": "llama"} | metadata)
-        for case in m["cases"][:4]:
+        for case in [c for c in m["cases"][:4] if c["text"] is not None]:
             same(render(case["conversation"], path), render(case["conversation"], made), case["name"])
-    each(list(CHATS.items()), check)
+    each(list(models_here().items()), check)
     none = {"general.architecture": "llama"} | vocabulary(read_json(PARROT / "tokenizer.json") | {"added_tokens": []}, "gpt-4o")
     refused("render", save(folder / "none.gguf", none), stdin="{}", words=["no chat format", "no chat template"])
 

@@ -548,9 +548,8 @@ def test_fields_that_are_not_supported():
             "suffix": ([""], ["x"]), "frequency_penalty": ([0, -2, 2], [2.5]), "presence_penalty": ([0, 0.5], [-3]),
             "min_tokens": ([0], [5]), "stop_token_ids": ([[]], [[5]]), "bad_words": ([[]], [["x"]]),
             "modalities": ([["text"]], [["audio"], "text"]), "function_call": (["auto", "none"], [name]),
-            "documents": ([[]], [["x"]]), "functions": ([[]], [[{}]]),
+            "functions": ([[]], [[{}]]),
             "guided_json": ([{}] * has("json"), [5]), "grammar": ([], ["x"]),
-            "add_generation_prompt": ([True], [False]), "continue_final_message": ([False], [True]),
             "use_beam_search": ([False], [True]), "n": ([1], []), "stream_options": ([], []), "logit_bias": ([{}, []], []),
             "stop": ([[], ""], []), "unheard_of": ([], [5, False, {}]),
             "max_new_tokens": ([], [5]), "n_predict": ([], [5]), "num_predict": ([], [-1]), "stop_sequences": ([], [["x"]]),
@@ -563,9 +562,11 @@ def test_fields_that_are_not_supported():
             "prompt_cache_key": (["k"], []), "cache_salt": (["s"], ["", 5]), "web_search_options": ([], [{}]),
             "spaces_between_special_tokens": ([True], [False]), "detokenize": ([True], [False])}
     text_only = {**both, "response_format": ([text], [{"type": "x"}]), "tools": ([[]], [[{}]]),
+                 "documents": ([[]], [["x"]]), "add_generation_prompt": ([True], [False]), "continue_final_message": ([], [False, True]),
                  "echo": ([False], []), "top_logprobs": ([0], [2]), "add_special_tokens": ([True], [False]),
                  "skip_special_tokens": ([False, True], ["yes"]), "messages": ([], [HELLO]), "reasoning_effort": ([], ["low"])}
     chat_only = {**both, "enable_thinking": ([True], [False, "no"]), "response_format": ([text, *[schema] * has("json")], [{"type": "x"}]), "tools": ([[]], []), "echo": ([False], [True]),
+                 "continue_final_message": ([False], [True]),
                  "chat_template_kwargs": ([{}, {"enable_thinking": None, "x": None}, {"thinking": True, "enable_thinking": True}],
                                           [{"x": 1}, {"thinking": True, "enable_thinking": False}, {"enable_thinking": True, "x": 1}, 5, [], {"thinking": 5},
                                                  {"reasoning_effort": 5}]),
