@@ -352,6 +352,18 @@ class Terminal:
             time.sleep(0.001)
         return shown
 
+    def interrupt(self):
+        """Ctrl+C at the prompt, and the next prompt. Without terminal/ the key discards what waits to be shown, at
+        times that prompt too; then it is pressed again."""
+        for _ in range(1 if has("terminal") else 12):
+            self.send("\x03")
+            limit = time.monotonic() + patience(1)
+            while "You: " not in self.text()[self.seen:] and time.monotonic() < limit:
+                self.read(0.1)
+            if "You: " in self.text()[self.seen:]:
+                break
+        return self.prompt()
+
     def ready(self):
         """Waits for the first prompt."""
         if has("terminal"):

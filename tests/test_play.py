@@ -669,10 +669,8 @@ def test_ctrl_c_at_the_prompt_clears_the_line():
     with play() as t:
         t.send("My name is Bob.")
         t.wait("Bob.")
-        t.send("\x03")
-        t.prompt()
-        t.send("\x03")
-        t.prompt()
+        t.interrupt()
+        t.interrupt()
         shown = t.say("Hello!", TOLD)
         same(before(shown), shown_turn(HELLO), "the answer")
         same(prompt_size(shown), size_of("Hello!"), "tokens of the prompt")
@@ -812,8 +810,7 @@ def test_ctrl_c_many_times_never_ends_the_program():
                 shown = len(t.raw)
                 t.read(0.5)
         t.seen = len(t.text())
-        t.send("\x03")
-        t.prompt()
+        t.interrupt()
         t.say("Hello!", TOLD)
 
 
@@ -1534,8 +1531,7 @@ def test_a_loop_of_lines():
     with play() as t:
         t.say("")
         for _ in range(50):  # each as early as it can come
-            t.send("\x03")
-            t.prompt()
+            t.interrupt()
         t.say("Hello!", "Assistant: ", TOLD)
         shown = t.say("/help", "Assistant: ", TOLD)
         same(prompt_size(shown), size_of("Hello!", HELLO["answer"], "/help"), "tokens of the prompt")

@@ -536,7 +536,7 @@ def test_what_a_format_lacks_is_named(folder):
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}
     with Server(speaker("SmolLM2", folder, "Hi", "<|im_end|>")) as s:
         for key, value in [("tools", tools), *[("response_format", schema)] * (not has("json"))]:
-            same(s.refuses(CHAT, {"messages": HELLO, key: value}, key, "ChatML")["param"], key)
+            same(s.refuses(CHAT, {"messages": HELLO, key: value}, key, "chat template")["param"], key)
 
 
 def test_fields_that_are_not_supported():
