@@ -52,22 +52,25 @@ endif
 endif
 endif
 
+# Recipes begin with $(call say,WHAT), which stands for them on the terminal; V=1 shows the commands instead.
+say = $(if $(V),,@echo "$(1)";)
+
 # objects of a build below build/, by its name and sources
 objects = $(patsubst %.c,$(BUILD)/$(1)/%.o,$(2))
 
 all: $(HERE)infer ## ./infer, which needs the CUDA toolkit and an NVIDIA GPU; plain `make` does it
 
 $(HERE)infer: $(call objects,cuda,$(SOURCES)) $(BUILD)/cuda/infer.cu.o $(BUILD)/cuda/card.cu.o
-	$(NVCC) $(ARCHES) $^ -o $@ $(LIBS) $(BLAS)
+	$(call say,link $@)$(NVCC) $(ARCHES) $^ -o $@ $(LIBS) $(BLAS)
 
 $(BUILD)/cuda/%.o: %.c Makefile $(BUILD)/rooms.txt
 	@mkdir -p $(@D)
-	$(CC) $(FLAGS) $(CFLAGS) -DBACKEND=cuda -c $< -o $@
+	$(call say,cc $<)$(CC) $(FLAGS) $(CFLAGS) -DBACKEND=cuda -c $< -o $@
 
 $(BUILD)/cuda/%.cu.o: %.cu Makefile $(BUILD)/rooms.txt
 	@$(NVCC) --version >/dev/null 2>&1 || { echo "make: no CUDA toolkit: install it (developer.nvidia.com/cuda-downloads), set CUDA_HOME, or 'make reference' for the plain C twin" >&2; exit 1; }
 	@mkdir -p $(@D)
-	$(NVCC) -std=c++17 -O3 -g -lineinfo $(ARCHES) -DCUDA_ARCHES='"$(strip $(CUDA_ARCH))"' -I. $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS)) -MMD -MP -c $< -o $@
+	$(call say,nvcc $< for $(strip $(CUDA_ARCH)): minutes)$(NVCC) -std=c++17 -O3 -g -lineinfo $(ARCHES) -DCUDA_ARCHES='"$(strip $(CUDA_ARCH))"' -I. $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS)) -MMD -MP -c $< -o $@
 
 test-gpu: $(BUILD)/cuda/gpu $(HERE)infer ## the tests that need a GPU; where there is one, make test runs them too
 	$(BUILD)/cuda/gpu
@@ -75,7 +78,7 @@ test-gpu: $(BUILD)/cuda/gpu $(HERE)infer ## the tests that need a GPU; where the
 
 # __wrap_cudaMalloc makes each allocation fail in turn
 $(BUILD)/cuda/gpu: $(call objects,cuda,$(TESTED) tests/gpu.c) $(BUILD)/cuda/infer.cu.o $(BUILD)/cuda/tests/card.cu.o
-	$(NVCC) $(ARCHES) -Xlinker --wrap=cudaMalloc $^ -o $@ $(LIBS) $(BLAS)
+	$(call say,link $@)$(NVCC) $(ARCHES) -Xlinker --wrap=cudaMalloc $^ -o $@ $(LIBS) $(BLAS)
 
 # The quick ones of these tests without a GPU: infer.cu, card.cu and the rooms' parts, but Hopper's, as C++
 # (tests/emulated/).
@@ -87,54 +90,54 @@ AS_CPP  = -e 's/extern __shared__( __align__\([0-9]+\))? (\w+) (\w+)\[\];/\2 *\3
           -e 's/(\w+|\([^()]*\))<<<(.*)>>>\(/emulated::Launch{\2}(\1, /'
 $(BUILD)/emulated/gpu: $(call objects,emulated,$(TESTED) tests/gpu.c) \
                     $(patsubst %,$(BUILD)/emulated/%.o,infer.cu card.cu emulate.cpp)
-	$(CXX) -Wl,--wrap=cudaMalloc $^ -o $@ $(LIBS)
+	$(call say,link $@)$(CXX) -Wl,--wrap=cudaMalloc $^ -o $@ $(LIBS)
 
 $(BUILD)/emulated/%.cu.o: $(BUILD)/emulated/%.cu $(addprefix $(BUILD)/emulated/,$(EMULATED_CUH))
-	$(CXX) $(EMULATED_FLAGS) -include tests/emulated/emulate.h -x c++ -c $< -o $@
+	$(call say,c++ $<)$(CXX) $(EMULATED_FLAGS) -include tests/emulated/emulate.h -x c++ -c $< -o $@
 
 $(addprefix $(BUILD)/emulated/,infer.cu card.cu $(EMULATED_CUH)): $(BUILD)/emulated/%: % Makefile
 	@mkdir -p $(@D)
-	sed -E $(AS_CPP) $< >$@
+	@sed -E $(AS_CPP) $< >$@
 
 $(BUILD)/emulated/emulate.cpp.o: tests/emulated/emulate.cpp Makefile
 	@mkdir -p $(@D)
-	$(CXX) $(EMULATED_FLAGS) -c $< -o $@
+	$(call say,c++ $<)$(CXX) $(EMULATED_FLAGS) -c $< -o $@
 
 $(BUILD)/emulated/%.o: %.c Makefile $(BUILD)/rooms.txt
 	@mkdir -p $(@D)
-	$(CC) $(FLAGS) $(CFLAGS) -DBACKEND=cuda -DEMULATED=1 -I$(CUDA_HOME)/include -c $< -o $@
+	$(call say,cc $<)$(CC) $(FLAGS) $(CFLAGS) -DBACKEND=cuda -DEMULATED=1 -I$(CUDA_HOME)/include -c $< -o $@
 
 reference: $(HERE)infer-reference ## ./infer-reference, the plain C twin, which needs no CUDA
 
 $(HERE)infer-reference: $(call objects,reference,$(REFERENCE))
-	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
+	$(call say,link $@)$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
 
 $(BUILD)/reference/unit: $(call objects,reference,$(TESTED) tests/unit.c)
-	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
+	$(call say,link $@)$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
 
 # test_json.py compares grammars with jsonschema
 $(BUILD)/reference/schemas: $(call objects,reference,$(REFERENCE) tests/schemas.c)
-	$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
+	$(call say,link $@)$(CC) $(CFLAGS) $^ -o $@ $(LIBS)
 
 $(BUILD)/reference/%.o: %.c Makefile $(BUILD)/rooms.txt
 	@mkdir -p $(@D)
-	$(CC) $(FLAGS) $(CFLAGS) -DBACKEND=reference -c $< -o $@
+	$(call say,cc $<)$(CC) $(FLAGS) $(CFLAGS) -DBACKEND=reference -c $< -o $@
 
 $(foreach b,cuda reference asan emulated,$(BUILD)/$(b)/serve/http.o): $(wildcard serve/page.html)
 
 asan: $(BUILD)/asan/infer-reference $(BUILD)/asan/unit ## the twin and the unit tests with sanitizers, below $(BUILD)/asan
 
 $(BUILD)/asan/infer-reference: $(call objects,asan,$(REFERENCE))
-	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
+	$(call say,link $@)$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
 
 $(BUILD)/asan/unit: $(call objects,asan,$(TESTED) tests/unit.c)
-	$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
+	$(call say,link $@)$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
 
 $(BUILD)/asan/tests/reference.o: SANITIZE += -O3 # it computes
 
 $(BUILD)/asan/%.o: %.c Makefile $(BUILD)/rooms.txt
 	@mkdir -p $(@D)
-	$(CC) $(FLAGS) $(SANITIZE) -DBACKEND=reference -c $< -o $@
+	$(call say,cc $<)$(CC) $(FLAGS) $(SANITIZE) -DBACKEND=reference -c $< -o $@
 
 GPU = $(shell nvidia-smi -L 2>/dev/null)
 # Without a GPU its tests run emulated. That needs g++, CUDA's headers, and x86-64: the switch of fibers is assembly.
@@ -148,7 +151,7 @@ fuzz: $(patsubst tests/fuzz_%.c,$(BUILD)/fuzz/%,$(wildcard tests/fuzz_*.c)) ## e
 
 $(BUILD)/fuzz/%: tests/fuzz_%.c $(REFERENCE) $(wildcard *.h tests/*.h serve/*.h serve/page.html) Makefile
 	@mkdir -p $(@D)
-	clang $(filter-out -MMD -MP,$(FLAGS)) -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $(filter %.c,$^) -o $@ $(LIBS)
+	$(call say,clang $<)clang $(filter-out -MMD -MP,$(FLAGS)) -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $(filter %.c,$^) -o $@ $(LIBS)
 
 verify: ## MODEL=DIR: does this engine continue seven prompts as OpenAI's own code does?
 	$(if $(MODEL),,$(error make verify MODEL=DIR: where are the weights of gpt-oss-20b?))
