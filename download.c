@@ -355,7 +355,7 @@ static void *watch(void *interrupt) {
 /* Draws a line for each file that is being fetched and one for all, over the lines of before. Names come last, where
  * the terminal cuts long ones. Without a terminal it prints only the line for all, every ten seconds. */
 static void draw(void) {
-    const bool drawn = isatty(STDERR_FILENO);
+    const bool drawn = terminal && isatty(STDERR_FILENO);
     uint64_t done = bytes_here();
     double now = seconds(), rate = (double)hub.arrived / (now - hub.begun);
     long left = rate >= 1 ? (long)((double)(hub.total - done) / rate) : 0;
@@ -371,9 +371,10 @@ static void draw(void) {
     LocalBytes what = {0};
     bytes_print(&what, "of %s", SIZE(hub.total));
     if (left) bytes_print(&what, ", %s/s, %ld %s left", SIZE((uint64_t)rate), left / unit, unit == 1 ? "s" : "min");
-    put_progress(stderr, hub.total ? (double)done / (double)hub.total : 1, what.data);
+    const double part = hub.total ? (double)done / (double)hub.total : 1;
+    if (drawn) terminal->progress(stderr, part, what.data), hub.lines++;
+    if (!drawn) fprintf(stderr, "%3d%% %s", (int)(100 * part), what.data);
     fputc('\n', stderr);
-    hub.lines += drawn;
     funlockfile(stderr);
 }
 

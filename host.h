@@ -251,6 +251,7 @@ typedef struct {                                 /* matrices that are not plain 
     /* Cuts rows first, first + 1, ... out of w's codes (g: of its type) or a grid, whose view is v. False: v's lines
      * are rows. */
     bool (*cut)(Loader *load, View *v, const Linear *w, Grid g, int first, int rows);
+    bool (*left_out)(const Tensor *t); /* may it stay unbound, whatever the model's family? */
 } Packing;
 extern const Packing *const packings[]; /* the first that binds counts; extensions.c */
 
@@ -502,8 +503,6 @@ bool put_escape(FILE *f, const char *escape);
 /* Writes a label and a text, which may come from a model or a file, as a line or more. On a terminal no escape sequence
  * in it takes effect, and lines end between words. style: an escape sequence, or NULL. */
 void put_text(FILE *f, const char *style, const char *label, const char *text);
-/* Draws a line in place: how much is done, 0 to 1, and of what. */
-void put_progress(FILE *f, double done, const char *what);
 /* Prints a name and a paragraph. If the window is wide enough, the paragraph begins at `column`. */
 void print_row(FILE *f, const char *name, int column, const char *text);
 /* Prints the text of tokens exactly; on a terminal without its escape sequences, and control tokens in reverse. */
@@ -551,6 +550,10 @@ typedef struct {                                       /* of terminal/ */
     /* Has the model an effort to choose, and is this a date? Both or NULL. USAGE. */
     bool (*settings)(const Session *s, const char *effort, const char *date, Error *e);
     void (*bar)(FILE *f, int cells, const double *part, int n); /* n parts of a whole of 1, at most 3 */
+    /* Draws a line in place: how much is done, 0 to 1, and of what. */
+    void (*progress)(FILE *f, double done, const char *what);
+    void (*loading)(uint64_t done, uint64_t total); /* Limits.progress */
+    void (*reading)(Stream *t); /* Stream.reading: how much of the prompt the model has read; NULL: ends that */
 } Terminal;
 extern const Terminal *const terminal; /* or NULL: play reads lines with getline; extensions.c */
 

@@ -656,25 +656,11 @@ void bind_experts(Loader *load, Layer *l, const char *module, const ExpertLayout
     usual->bind(load, l, module, width, bias);
 }
 
-/* True for tensors that generating text does not need: scales of activations and of the cache, which both stay bf16,
- * the shapes of packed codes, which config.json gives too, and more. */
-static bool left_out(const Loader *load, const char *name) {
-    static const char ignored[] = "input_scale weight_shape input_global_scale input_zero_point input_scale_ub k_scale "
-                                  "v_scale q_scale kv_scale prob_scale output_scale";
-    const char *dot = strrchr(name, '.');
-    return strstr(name, "activation_scale") || (dot && text_listed(ignored, dot + 1)) ||
-           (load->tied && strstr(name, "lm_head.weight")) ||
-           (load->family->left_out && load->family->left_out(load, name));
-}
-
-/* A bias of zeros, as exporters add to matrices without one. */
-static bool adds_nothing(const Tensor *t) {
-    const char *dot = strrchr(t->name, '.');
-    const Type type = type_of(t);
-    bool zeros = dot && !strcmp(dot, ".bias") && is_float(type);
-    for (size_t i = 0; zeros && i < t->size; i += (size_t)types[type].bytes)
-        zeros = types[type].weight(t->data + i, 0).q == 0;
-    return zeros;
+/* Does generating text not need this tensor? */
+static bool left_out(const Loader *load, const Tensor *t) {
+    bool out = load->tied && strstr(t->name, "lm_head.weight");
+    for (int i = 0; packings[i]; i++) out = out || packings[i]->left_out(t);
+    return out || (load->family->left_out && load->family->left_out(load, t->name));
 }
 
 static bool same_tensor(const Tensor *a, const Tensor *b) {
@@ -707,7 +693,7 @@ static void bind_all(Loader *load, Model *m) {
     for (const Layer *l = m->layer; l < m->layer + m->n_layers; l++)
         m->ffn_dim = MAX(m->ffn_dim, MAX(l->gate.rows, l->shared_gate.rows));
     for (const Tensor *t = all->tensor; t < all->tensor + all->n; t++) /* an unbound one is of an unknown formula */
-        if (!t->bound && !left_out(load, t->name) && !adds_nothing(t))
+        if (!t->bound && !left_out(load, t))
             bad_file(load, file_of(load, t), "tensor '%s' has no place in a model of %d layers of the family %s",
                      t->name, m->n_layers, load->family->model_type);
 }
@@ -1044,13 +1030,6 @@ void die(const Error *e) {
     exit(e->code);
 }
 
-void put_progress(FILE *f, double done, const char *what) {
-    fputc('\r', f), put_escape(f, WRAP_OFF);
-    if (terminal) terminal->bar(f, MIN(20, columns(f) - 6 - (int)strlen(what)), &done, 1);
-    fprintf(f, "%3d%% %s", (int)(100 * done), what);
-    put_escape(f, "\033[K"), put_escape(f, WRAP_ON);
-}
-
 void print_row(FILE *f, const char *name, int column, const char *text) {
     int width = isatty(fileno(f)) ? columns(f) : 100;
     if (width < 60 && column) fprintf(f, "%s\n", name), name = "", column = 6;
@@ -1071,18 +1050,6 @@ static void print_help(const Command *c) {
             print_row(stdout, name, 29, text);
         }
     print_row(stdout, "", 0, "The manual says more: man infer, or man commands/infer.1.");
-}
-
-static double loading_since;
-
-static void show_progress(uint64_t done, uint64_t total) {
-    static double drawn;
-    double now = seconds(), spent = now - loading_since;
-    if (done < total && now - drawn < 0.05) return;
-    drawn = now;
-    LocalText what = text_print("Loading at %.1f GB/s", spent > 0 ? (double)done / 1e9 / spent : 0);
-    put_progress(stderr, total ? (double)done / (double)total : 1, what);
-    if (done >= total && !put_escape(stderr, ERASE_LINE)) fputc('\n', stderr);
 }
 
 /* ---- opening a model ---- */
@@ -1172,13 +1139,13 @@ bool session_load(Session *s, Limits limits, int context, Error *e) {
     bool verbose = isatty(STDERR_FILENO) && !s->quiet;
     limits.gpu = load.gpu, limits.plain = load.plain, limits.tap = s->tap, limits.tap_data = s->tap_data;
     limits.where = s->where;
-    limits.progress = verbose ? show_progress : NULL;
+    limits.progress = verbose && terminal ? terminal->loading : NULL;
     if (!limits.max_tokens) limits.max_tokens = backend->prompt_step;
     if (!limits.max_seqs) limits.max_seqs = 1;
-    loading_since = seconds();
+    const double since = seconds();
     if (!engine_open(&s->engine, backend, &s->checkpoint.model, limits, context, e)) return false;
     s->scheduler = scheduler_open(&s->engine);
-    s->seconds = seconds() - loading_since;
+    s->seconds = seconds() - since;
     LocalText line = text_print("%s · %s · context %s%s%s", s->name, s->checkpoint.family,
                                 COUNT((uint64_t)s->engine.context), *s->where ? " · " : "", s->where);
     if (verbose) put_text(stderr, NULL, "✓ ", line);
@@ -1192,42 +1159,17 @@ typedef struct {
     Stream stream; /* of the prompt and the tokens behind it */
     Reader reader; /* without a chat format only its decoder is used */
     Bytes text, thinking;
-    size_t passed;                /* bytes of the text that were shown; they contain no stop text */
-    Wrap out;                     /* the message that is shown now, if any */
-    Part part;                    /* which part of the model's message that is */
-    size_t tokens, thought, read; /* read: tokens of the prompt that the model has read */
-    double since, first, total;   /* when it began; seconds until the first token, until the last */
-    const char *reason;           /* why it ended */
+    size_t passed; /* bytes of the text that were shown; they contain no stop text */
+    Wrap out;      /* the message that is shown now, if any */
+    Part part;     /* which part of the model's message that is */
+    size_t tokens, thought;
+    double since, first, total; /* when it began; seconds until the first token, until the last */
+    const char *reason;         /* why it ended */
 } Answer;
 
 volatile sig_atomic_t interrupted;
-static volatile sig_atomic_t waiting; /* a loop shows that the prompt is being read */
 
-static void on_interrupt(int number) {
-    if (waiting && !interrupted && write(STDOUT_FILENO, "^C", 2) < 0) {} /* at once: a step may take long */
-    interrupted = number;
-}
-
-/* Shows until the first token how much of the prompt the model has read. */
-static void show_reading(Stream *t) {
-    Answer *a = t->owner;
-    const Play *p = a->p;
-    FILE *f = p->loop ? stdout : stderr;
-    if (p->m.quiet || !put_escape(f, FAINT)) return;
-    LocalText what = text_print("reading %s tokens", COUNT(t->prompt));
-    put_progress(f, (double)a->read / (double)t->prompt, what);
-    a->read = t->sent; /* by the next step but one */
-    put_escape(f, NORMAL);
-    fflush(f);
-    waiting = p->loop;
-}
-
-/* Ends that. */
-static void end_reading(const Play *p) {
-    FILE *f = p->loop ? stdout : stderr;
-    if (!p->m.quiet && put_escape(f, ERASE_LINE)) fflush(f); /* an error may follow on stderr */
-    waiting = false;
-}
+static void on_interrupt(int number) { interrupted = number; }
 
 static void show(Answer *a, Part part, const char *text, size_t n) {
     static const char *const label[] = {"thinking: ", "Assistant: ", "Assistant: ", "tool call: "};
@@ -1238,7 +1180,8 @@ static void show(Answer *a, Part part, const char *text, size_t n) {
     FILE *f = p->loop || part == ANSWER ? stdout : stderr;
     if (!n || given.json || (part == REASONING && (given.hide_thinking || !isatty(fileno(f))))) return;
     if (!a->out.f || part != a->part) {
-        a->out.f ? wrap_end(&a->out) : end_reading(p);
+        if (!a->out.f && terminal) terminal->reading(NULL);
+        wrap_end(&a->out);
         a->part = part, a->out = wrap_on(f, part == REASONING || part == CALL ? FAINT : NULL);
         if (p->loop || f == stderr) wrap_text(&a->out, label[part], strlen(label[part]));
         if (to) wrap_text(&a->out, to, strlen(to)), wrap_text(&a->out, " ", 1);
@@ -1353,7 +1296,7 @@ static bool answer(Answer *a, Error *e) {
     Play *p = a->p;
     Stream *t = &a->stream;
     *t = (Stream){.most = (size_t)p->m.engine.context, .sampling = settings.sampling, .want = WANT_TOKEN};
-    t->take = take_token, t->owner = a, t->reading = show_reading;
+    t->take = take_token, t->owner = a, t->reading = terminal && !p->m.quiet ? terminal->reading : NULL;
     t->sampling.seed += p->answers++;
     if (!p->chat) t->stop = &p->m.checkpoint.stop; /* in a chat the reader knows the end */
     if (!make_prompt(p, &t->tokens, e)) return false;
@@ -1363,7 +1306,7 @@ static bool answer(Answer *a, Error *e) {
     if (!keep_schema(p, t, e)) return false;
     a->since = seconds();
     bool ok = scheduler_run(p->m.scheduler, t, &interrupted, e) && keep_answer(a, e);
-    a->out.f ? wrap_end(&a->out) : end_reading(p);
+    wrap_end(&a->out);
     return ok;
 }
 
@@ -1524,16 +1467,17 @@ const Command play = {
 
 /* ---- tokenize, detokenize, render, parse: stdin to stdout ---- */
 
-typedef struct {
+static struct {
+    bool jsonl, special, as_ids; /* options */
     Session s;
-    Bytes in;
+    Bytes in; /* all of stdin */
     Ids ids;
     Error e;
-} Filter;
+} filter;
 
-static void filter_open(Filter *f, const char *model, int need) {
-    if (!session_open(&f->s, model, need, &f->e)) die(&f->e);
-    text_read(NULL, &f->in);
+static void filter_open(const char *model, int need) {
+    if (!session_open(&filter.s, model, need, &filter.e)) die(&filter.e);
+    text_read(NULL, &filter.in);
 }
 
 /* Token ids below `vocab` from text like "1, 2 3" or "[1,2,3]". */
@@ -1552,9 +1496,9 @@ static bool parse_ids(const char *text, int vocab, Ids *out, Error *e) {
 }
 
 /* The ids on stdin. */
-static void read_ids(Filter *f, int vocab) {
-    if (strlen(f->in.data) < f->in.n) fail(&f->e, USAGE, "stdin: a NUL stands among the ids"), die(&f->e);
-    if (!parse_ids(f->in.data, vocab, &f->ids, &f->e)) die(&f->e);
+static void read_ids(int vocab) {
+    if (strlen(filter.in.data) < filter.in.n) die(&(Error){USAGE, "stdin: a NUL stands among the ids"});
+    if (!parse_ids(filter.in.data, vocab, &filter.ids, &filter.e)) die(&filter.e);
 }
 
 static void print_ids(const Ids *ids) {
@@ -1562,29 +1506,26 @@ static void print_ids(const Ids *ids) {
     puts(ids->n ? "]" : "[]");
 }
 
-static struct { bool jsonl, special, as_ids; } filter;
-
-static bool tokenize_text(Filter *f, const char *text, size_t n) {
-    f->ids.n = 0;
-    if (!tokenizer_encode(f->s.tokenizer, text, n, filter.special ? CONTROL_TOKENS | WITH_TEMPLATE : 0, &f->ids, &f->e))
-        return false;
-    return print_ids(&f->ids), true;
+static bool tokenize_text(const char *text, size_t n) {
+    const int flags = filter.special ? CONTROL_TOKENS | WITH_TEMPLATE : 0;
+    filter.ids.n = 0;
+    if (!tokenizer_encode(filter.s.tokenizer, text, n, flags, &filter.ids, &filter.e)) return false;
+    return print_ids(&filter.ids), true;
 }
 
 static int run_tokenize(const char *model) {
-    static Filter f;
     int code = DONE, number = 1;
-    filter_open(&f, model, NEED_TOKENIZER);
-    if (!filter.jsonl && !tokenize_text(&f, f.in.data, f.in.n)) die(&f.e);
-    for (char *line = f.in.data, *end = line + f.in.n; filter.jsonl && line < end; number++) {
+    filter_open(model, NEED_TOKENIZER);
+    if (!filter.jsonl && !tokenize_text(filter.in.data, filter.in.n)) die(&filter.e);
+    for (char *line = filter.in.data, *end = line + filter.in.n; filter.jsonl && line < end; number++) {
         char *stop = memchr(line, '\n', (size_t)(end - line));
         size_t n = (size_t)((stop ? stop : end) - line);
         LocalText name = text_print("stdin, line %d", number);
-        LocalJson json = json_parse(line, n, name, &f.e);
+        LocalJson json = json_parse(line, n, name, &filter.e);
         const char *text = cJSON_GetStringValue(json);
-        if (json && !text) fail(&f.e, USAGE, "%s: a JSON string is needed", name);
-        if (!text || !tokenize_text(&f, text, strlen(text))) {
-            fprintf(stderr, "infer: %s\n", f.e.text);
+        if (json && !text) fail(&filter.e, USAGE, "%s: a JSON string is needed", name);
+        if (!text || !tokenize_text(text, strlen(text))) {
+            put_text(stderr, NULL, "infer: ", filter.e.text);
             puts("null"); /* so that lines keep their numbers */
             code = USAGE;
         }
@@ -1594,35 +1535,32 @@ static int run_tokenize(const char *model) {
 }
 
 static int run_detokenize(const char *model) {
-    static Filter f;
-    filter_open(&f, model, NEED_TOKENIZER);
-    read_ids(&f, tokenizer_size(f.s.tokenizer));
-    print_text(f.s.tokenizer, &f.ids);
+    filter_open(model, NEED_TOKENIZER);
+    read_ids(tokenizer_size(filter.s.tokenizer));
+    print_text(filter.s.tokenizer, &filter.ids);
     return DONE;
 }
 
 static int run_render(const char *model) {
-    static Filter f;
     LOCAL(conversation_free) Conversation conversation = {0};
-    filter_open(&f, model, NEED_CHAT);
-    LocalJson json = json_parse(f.in.data, f.in.n, "stdin", &f.e);
-    if (!json) f.e.code = USAGE, die(&f.e);
+    filter_open(model, NEED_CHAT);
+    LocalJson json = json_parse(filter.in.data, filter.in.n, "stdin", &filter.e);
+    if (!json) filter.e.code = USAGE, die(&filter.e);
     const cJSON *prompt = json_get(json, "add_generation_prompt");
     conversation_init(&conversation);
-    if (!conversation_parse(&conversation, json, &f.e) ||
-        !chat_render(&f.s.chat, &conversation, !prompt || cJSON_IsTrue(prompt), &f.ids, &f.e))
-        die(&f.e);
-    filter.as_ids ? print_ids(&f.ids) : print_text(f.s.tokenizer, &f.ids);
+    if (!conversation_parse(&conversation, json, &filter.e) ||
+        !chat_render(&filter.s.chat, &conversation, !prompt || cJSON_IsTrue(prompt), &filter.ids, &filter.e))
+        die(&filter.e);
+    filter.as_ids ? print_ids(&filter.ids) : print_text(filter.s.tokenizer, &filter.ids);
     return DONE;
 }
 
 static int run_parse(const char *model) {
-    static Filter f;
     LOCAL(reader_free) Reader reader = {0};
-    filter_open(&f, model, NEED_CHAT);
-    read_ids(&f, INT32_MAX);
-    reader_init(&reader, &f.s.chat, NULL);
-    for (size_t i = 0; i < f.ids.n; i++) reader_push(&reader, f.ids.data[i], NULL);
+    filter_open(model, NEED_CHAT);
+    read_ids(INT32_MAX);
+    reader_init(&reader, &filter.s.chat, NULL);
+    for (size_t i = 0; i < filter.ids.n; i++) reader_push(&reader, filter.ids.data[i], NULL);
     reader_end(&reader, NULL);
     for (int i = 0; i < reader.messages; i++) json_print(message_json(reader.message + i), true);
     if (reader.repairs) fprintf(stderr, "infer: %d repair%s\n", reader.repairs, reader.repairs == 1 ? "" : "s");

@@ -225,4 +225,19 @@ static bool cut_packed(Loader *load, View *v, const Linear *w, Grid g, int first
     return true;
 }
 
-const Packing packed = {open_packed, bind_packed, cut_packed};
+/* ---- what exporters add ---- */
+
+/* Scales of activations and of the cache, which both stay bf16, the shapes of packed codes, which config.json gives
+ * too, and more; and biases of zeros, of matrices that have none. */
+static bool left_out(const Tensor *t) {
+    static const char ignored[] = "input_scale weight_shape input_global_scale input_zero_point input_scale_ub k_scale "
+                                  "v_scale q_scale kv_scale prob_scale output_scale";
+    const char *dot = strrchr(t->name, '.');
+    const Type type = type_of(t);
+    bool zeros = dot && !strcmp(dot, ".bias") && is_float(type);
+    for (size_t i = 0; zeros && i < t->size; i += (size_t)types[type].bytes)
+        zeros = types[type].weight(t->data + i, 0).q == 0;
+    return zeros || strstr(t->name, "activation_scale") || (dot && text_listed(ignored, dot + 1));
+}
+
+const Packing packed = {open_packed, bind_packed, cut_packed, left_out};

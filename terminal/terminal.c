@@ -60,6 +60,51 @@ static void bar(FILE *f, int cells, const double *part, int n) {
     }
 }
 
+/* ---- progress ---- */
+
+static void progress(FILE *f, double done, const char *what) {
+    fputc('\r', f), put_escape(f, WRAP_OFF);
+    bar(f, MIN(20, columns(f) - 6 - (int)strlen(what)), &done, 1);
+    fprintf(f, "%3d%% %s", (int)(100 * done), what);
+    put_escape(f, "\033[K"), put_escape(f, WRAP_ON);
+}
+
+static void loading(uint64_t done, uint64_t total) {
+    static uint64_t first;
+    static double since, drawn;
+    const double now = seconds();
+    if (since <= 0) since = now, first = done;
+    if (done < total && now - drawn < 0.05) return;
+    drawn = now;
+    LocalText what = text_print("Loading at %.1f GB/s", now > since ? (double)(done - first) / 1e9 / (now - since) : 0);
+    progress(stderr, total ? (double)done / (double)total : 1, what);
+    if (done >= total && !put_escape(stderr, ERASE_LINE)) fputc('\n', stderr);
+}
+
+static FILE *answers_to;              /* a loop's answers go to stdout as a whole */
+static volatile sig_atomic_t waiting; /* the prompt is being read */
+
+static void reading(Stream *t) {
+    static size_t read;
+    if (t && put_escape(answers_to, FAINT)) {
+        LocalText what = text_print("reading %s tokens", COUNT(t->prompt));
+        progress(answers_to, waiting ? (double)read / (double)t->prompt : 0, what);
+        read = t->sent; /* by the next step but one */
+        put_escape(answers_to, NORMAL);
+        waiting = true;
+    } else if (waiting) {
+        put_escape(answers_to, ERASE_LINE);
+        waiting = false;
+    }
+    fflush(answers_to); /* an error may follow on stderr */
+}
+
+/* In a loop the terminal shows no keys while an answer is written, and a step may take long. */
+static void on_interrupt(int number) {
+    if (waiting && !interrupted && write(STDOUT_FILENO, "^C", 2) < 0) {}
+    interrupted = number;
+}
+
 /* ---- lines, by libedit ---- */
 
 enum { HISTORY = 1000 }; /* texts */
@@ -96,10 +141,13 @@ static void suspend(int number);
  * hides typed text and keeps it for the next line. A Ctrl+D in it arrives as a NUL, which is bound to nothing. */
 static void set_answering(bool on, bool loop) {
     const struct sigaction stop = {.sa_handler = on ? suspend : SIG_DFL, .sa_flags = SA_RESTART | SA_NODEFER};
+    const struct sigaction interrupt = {.sa_handler = on_interrupt, .sa_flags = SA_RESTART};
     struct termios mode;
     const tcflag_t echo = loop ? ECHO : 0;
     const pid_t front = tcgetpgrp(STDOUT_FILENO);
-    if (loop) sigaction(SIGTSTP, &stop, NULL);
+    if (loop) sigaction(SIGTSTP, &stop, NULL), sigaction(SIGINT, &interrupt, NULL);
+    answers_to = loop ? stdout : stderr;
+    if (!on) reading(NULL);
     if ((front >= 0 && front != getpgrp()) || tcgetattr(STDOUT_FILENO, &mode))
         return; /* it would stop a background job */
     mode.c_lflag = on ? (mode.c_lflag & ~echo) | NOFLSH : (mode.c_lflag | echo) & ~(tcflag_t)NOFLSH;
@@ -505,4 +553,5 @@ static int play_loop(Play *p) {
     return DONE;
 }
 
-const Terminal libedit_terminal = {play_loop, set_answering, leave, wrap, refuse, check_settings, bar};
+const Terminal libedit_terminal = {play_loop,      set_answering, leave,    wrap,    refuse,
+                                   check_settings, bar,           progress, loading, reading};

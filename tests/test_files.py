@@ -629,6 +629,7 @@ def test_gpt_oss_without_mxfp4(folder):
 
 def test_biases_of_zeros(folder):
     """Exporters add them to every matrix. They change nothing; others are refused, because no formula adds them."""
+    needs("encodings")
     for fixture in ["odd", *["llama3", "qwen3_moe"] * has("families")]:
         tensors = tensors_of(FIXTURES / fixture)
         model = copy_model(FIXTURES / fixture, folder, keep_weights=False)
