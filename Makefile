@@ -70,7 +70,7 @@ $(BUILD)/cuda/%.o: %.c Makefile $(BUILD)/rooms.txt
 $(BUILD)/cuda/%.cu.o: %.cu Makefile $(BUILD)/rooms.txt
 	@$(NVCC) --version >/dev/null 2>&1 || { echo "make: no CUDA toolkit: install it (developer.nvidia.com/cuda-downloads), set CUDA_HOME, or 'make reference' for the plain C twin" >&2; exit 1; }
 	@mkdir -p $(@D)
-	$(call say,nvcc $< for $(strip $(CUDA_ARCH)): minutes)$(NVCC) -std=c++17 -O3 -g -lineinfo $(ARCHES) -DCUDA_ARCHES='"$(strip $(CUDA_ARCH))"' -I. $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS)) -MMD -MP -c $< -o $@
+	$(call say,nvcc $< for $(strip $(CUDA_ARCH)): minutes)$(NVCC) -std=c++17 -O3 -g -lineinfo --threads 0 $(ARCHES) -DCUDA_ARCHES='"$(strip $(CUDA_ARCH))"' -I. $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS)) -MMD -MP -c $< -o $@
 
 test-gpu: $(BUILD)/cuda/gpu $(HERE)infer ## the tests that need a GPU; where there is one, make test runs them too
 	$(BUILD)/cuda/gpu

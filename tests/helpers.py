@@ -27,7 +27,8 @@ FIXTURES, GOLDENS, PARROT = TESTS / "fixtures", TESTS / "goldens", TESTS / "fixt
 CORE = "--core" in sys.argv                                   # the build without rooms (make EXTENSIONS=no)
 BUILD = TESTS.parent / "build" / "core" if CORE else TESTS.parent / "build"
 PLAIN = (BUILD if CORE else TESTS.parent) / "infer-reference"         # fast enough for limits of time
-CHECKED = PLAIN if "--quick" in sys.argv else BUILD / "asan" / "infer-reference"  # with sanitizers
+# With sanitizers; the core's sources run with them in the build with rooms, and in the unit tests.
+CHECKED = PLAIN if CORE or "--quick" in sys.argv else BUILD / "asan" / "infer-reference"
 DATE = "2025-06-28"                                            # of the parrot's conversations
 SANITIZER = re.compile(r"(?:ERROR|WARNING): \w+Sanitizer[^\n]*|runtime error:[^\n]*")
 

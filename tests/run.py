@@ -6,7 +6,7 @@ WORD: tests with it in their name.
 
 --gpu runs build/cuda/gpu too; --emulated build/emulated/gpu, those of the same tests that a processor can do. --long
 gives the sanitized unit tests as much to do as the optimised ones have, --quick leaves out sanitizers, what COSTS lists
-and what waits. --core tests the build without rooms.
+and what waits. --core tests the build without rooms, whose program runs without sanitizers.
 
 Needs the Python of the system, 3.9 or later, and nothing else. Some tests need published files, which are not shipped
 (helpers.PUBLISHED): tests find them below TEST_DATA or in the hub's cache, where --fetch puts them; and published models,
@@ -38,31 +38,31 @@ import real_models
 ROOT = helpers.TESTS.parent
 # The core's tests in C, and the rooms'; those of encodings/ are of models of families/.
 PARTS = {"unit.c": (), "families.c": ("families",), "encodings.c": ("encodings", "families"), "formats.c": ("formats",),
-         "json.c": ("json",), "terminal.c": ("terminal",), "gpu.c": (), "gpu_families.c": ("families",),
-         "gpu_encodings.c": ("encodings", "families")}
+         "templates.c": ("formats",), "json.c": ("json",), "terminal.c": ("terminal",), "gpu.c": (),
+         "gpu_families.c": ("families",), "gpu_encodings.c": ("encodings", "families")}
 QUIET = 10  # seconds without a result until a line says what runs
 # Builds: what make makes, what the first lines call it, and seconds of processor time. They have no object in common.
 BUILDS = {"reference": ([helpers.PLAIN, helpers.BUILD / "reference/unit",
                          *[helpers.BUILD / "reference/schemas"] * helpers.has("json")], "infer-reference", 13),
-          "asan": ([helpers.CHECKED, helpers.BUILD / "asan/unit"], "the same with sanitizers", 17),
+          "asan": ([*{helpers.CHECKED} - {helpers.PLAIN}, helpers.BUILD / "asan/unit"], "the same with sanitizers", 17),
           "emulated": ([helpers.BUILD / "emulated/gpu"], "the kernels for the processor", 36),
           "cuda": ([helpers.BUILD / "cuda/gpu", helpers.PLAIN.with_name("infer")], "the kernels for the GPU", 300)}
 # Tests that wait for a limit of the program or a slow network run beside the others, one after the other.
 WAITS = ("hub.faults", "serve.a_client_that_does_not_read_is_cut_off", "hub.kill", "hub.resume",
          "serve.slow_requests_end")
 # Of the others, those that take long start first: seconds of processor time.
-COSTS = {"chat.ids_of_published_tokenizers": 80, "perplexity.equals_transformers": 45, "prompt.harmony_rendered": 40,
+COSTS = {"sanitized unit: ids of published tokenizers": 30, "perplexity.equals_transformers": 45, "prompt.harmony_rendered": 40,
          "sanitized unit: texts pause in turn while steps of fewer are faster": 45,
          "sanitized unit: scheduled among others, with few pages = alone": 30,
          "serve.alone_equals_under_load": 60, "http.large_bodies": 8, "http.clients_share_the_queue": 10, "endurance.soak": 12,
          "endurance.sigterm_in_every_state": 30, "endurance.large_bodies_from_all_sides": 30, "tiny.questions_that_were_held_out": 35, "play.json": 15,
          "serve.logprobs_end_where_a_stop_text_begins": 35, "play.stop_texts": 15,
-         "chat.prompts_are_the_templates": 30, "emulated gpu: every encoding of safetensors": 36,
+         "emulated gpu: every encoding of safetensors": 36,
          "unit: scheduled among others, with few pages = alone": 27,
          "prompt.a_megabyte_of_one_character": 25, "prompt.ids_of_strings_families": 25,
          "sanitized unit: every family alone = in a batch = in chunks = rewound": 21,
          "prompt.decode_of_encode_is_the_text_published": 20, "prompt.ids_of_strings_gpt_oss": 20,
-         "play.only_the_answer_is_on_stdout": 20, "chat.text_never_becomes_control_tokens": 20,
+         "play.only_the_answer_is_on_stdout": 20,
          "emulated gpu: fixtures at every stage, in chunks of 1 to all": 19,
          "emulated gpu: the real router and experts, 40 tokens": 17, "emulated gpu: every type of GGUF": 16,
          "emulated gpu: one chunk = many": 12, "emulated gpu: 17 beginnings in one batch": 12,
@@ -264,7 +264,7 @@ def tests_of(options):
                 yield Job(prefix + name, c_tests(path, prefix, *more, name), [build_name])
     if "--gpu" in options:
         yield Job("gpu", c_tests(helpers.BUILD / "cuda" / "gpu", ""), ["cuda"], 600)
-    builds = ["reference"] if "--quick" in options else ["reference", "asan"]
+    builds = ["reference"] if helpers.CHECKED == helpers.PLAIN else ["reference", "asan"]
     for path in sorted(helpers.TESTS.glob("test_*.py")):
         module = importlib.import_module(path.stem)
         rooms = getattr(module, "NEEDS", ())  # of all tests in it

@@ -1,13 +1,12 @@
-"""Chat formats other than harmony: prompts equal those of the published templates, text never becomes a control token, and
-answers become thoughts, text and calls. Each format runs with the parrot's vocabulary and the model's control tokens."""
+"""Chat formats other than harmony: what templates read, where they stand, and answers that become thoughts, text and calls.
+Each format runs with the parrot's vocabulary and the model's control tokens. templates.c checks prompts and their ids."""
 import json
 import re
-import tarfile
 from array import array
 
 from test_prompt import message, parse
 
-from helpers import (DATA, GOLDENS, PARROT, PLAIN, Skip, copy_model, data, each, expect, ids_of, infer, read_json, refused, render,
+from helpers import (DATA, GOLDENS, PARROT, copy_model, data, each, expect, ids_of, infer, read_json, refused, render,
                      safetensors, same, write_json)
 
 NEEDS = ("formats", "families")  # rooms
@@ -100,31 +99,6 @@ LOOKS_LIKE_CALLS = [  # model, tokens of its answer, the text
      '[{"name": "f", "arguments": {"a":1}}]')]
 
 
-def all_cases():
-    return [(f"{name}: {case['name']}", (name, case)) for name, m in models_here().items() for case in m["cases"]]
-
-
-def test_prompts_are_the_templates(folder):
-    """The text, and the ids of the whole text: control tokens where the template has them, nothing cut elsewhere. What
-    jinja2 refuses is refused in the template's words."""
-    folders = {name: folder_of(name, folder) for name in models_here()}
-
-    def check(name, value):
-        model, case = value
-        prompt = json.dumps(case["conversation"])
-        if case["text"] is None:
-            refused("render", folders[model], stdin=prompt, code=2, words=["chat template, line "])
-            return
-        same(infer("render", folders[model], stdin=prompt).text, case["text"], "prompt")
-        said = json.dumps(case["conversation"]["messages"], ensure_ascii=False)
-        if not any(name in said for name in MODELS[model]["controls"]):
-            ids = ids_of(infer("tokenize", folders[model], "--special", stdin=case["text"], program=PLAIN))
-            same(render(case["conversation"], folders[model], PLAIN), ids, "ids")
-    each(all_cases(), check)
-    if len(folders) < len(MODELS):
-        data("chat_templates")
-
-
 def test_templates_in_files(folder):
     """chat_template.jinja counts before the others; another one is used for prompts with tools; --chat-template FILE
     before all."""
@@ -190,48 +164,6 @@ def test_arguments_and_ids(folder):
           (f"{{% if {first}.id | length != 9 %}}{{{{ raise_exception('nine') }}}}{{% endif %}}{{{{ {first}.id }}}}", "0000call1"),
           (f"{{{{ 'of ' + {result}.name }}}}", "of f"),
           ("{{ messages[1].content is string }}{{ messages[1].tool_calls | length }}", "False1")], check)
-
-
-def test_ids_of_published_tokenizers(folder):
-    """Each prompt has the ids that the `tokenizers` library gives the template's text."""
-    with tarfile.open(data("families.tar.xz")) as archive:
-        archive.extractall(folder, [m for m in archive if m.name.startswith("tokenizers/")])
-
-    refused = set()
-
-    def check(name, m):
-        made = folder / "tokenizers" / m["tokenizer"]
-        write_json(made / "tokenizer_config.json", {"chat_template": template_of(name), **m["special"]})
-        if infer("tokenize", made, code=None, program=PLAIN).code:
-            refused.add(m["tokenizer"])
-            return
-        for case in m["cases"]:
-            if "ids" in case:
-                same(render(case["conversation"], made, PLAIN), case["ids"], case["name"])
-    each([(name, m) for name, m in MODELS.items() if m["tokenizer"]], check)
-    if refused:
-        raise Skip(f"tokenizers that are not supported: {', '.join(sorted(refused))}; the others agree")
-
-
-def test_text_never_becomes_control_tokens(folder):
-    """All names of control tokens in every field: as many control tokens as without them."""
-    first = 400
-
-    def fill(value, text):
-        if isinstance(value, dict):
-            return {k: fill(v, text) if k in ("content", "description", "arguments", "tools", "messages", "function",
-                                              "tool_calls", "reasoning_content") else v for k, v in value.items()}
-        return [fill(v, text) for v in value] if isinstance(value, list) else text if isinstance(value, str) else value
-
-    def check(name, value):
-        model, case = value
-        made = folder_of(model, folder)
-        counts = []
-        for text in ("x", "".join(MODELS[model]["controls"])):
-            ids = render(fill(case["conversation"], text), made)
-            counts.append(sum(i >= first for i in ids))
-        same(counts[1], counts[0], "number of control tokens")
-    each([c for c in all_cases() if c[1][1]["text"] is not None and ("thoughts" not in c[0] or "call" in c[0])], check)
 
 
 def test_templates_that_are_no_utf8(folder):

@@ -960,6 +960,7 @@ static void sinks(void) { real_sinks(&reference, F32, 0); }
 #endif
 #ifdef ROOM_formats
 #include "formats.c"
+#include "templates.c"
 #endif
 #ifdef ROOM_terminal
 #include "terminal.c"
@@ -1003,6 +1004,7 @@ int main(int argc, char **argv) {
 #endif
 #ifdef ROOM_formats
     formats_tests();
+    templates_tests();
 #endif
 #ifdef ROOM_terminal
     terminal_tests();
