@@ -64,6 +64,7 @@ COSTS = {"sanitized unit: ids of published tokenizers": 30, "perplexity.equals_t
          "prompt.decode_of_encode_is_the_text_published": 20, "prompt.ids_of_strings_gpt_oss": 20,
          "play.only_the_answer_is_on_stdout": 20,
          "emulated gpu: fixtures at every stage, in chunks of 1 to all": 19,
+         "emulated gpu: fixtures at every stage, in chunks of 1 to all, plain": 19,
          "emulated gpu: the real router and experts, 40 tokens": 17, "emulated gpu: every type of GGUF": 16,
          "emulated gpu: one chunk = many": 12, "emulated gpu: 17 beginnings in one batch": 12,
          "prompt.harmony_parsed": 15, "play.models_are_found": 15, "gguf.vocabularies_of_families": 12,
@@ -257,7 +258,8 @@ def tests_of(options):
                 continue
             # those that this function runs; others in front of it take a GPU
             text = re.split(r"\nint main\(|\nstatic void \w+_tests\(void\)", (helpers.TESTS / part).read_text())[-1]
-            for name in re.findall(r'\brun\("([^"]+)"', text):
+            named = re.findall(r'\brun\((?:\w+ \? "([^"]+)"\s*: )?"([^"]+)"', text)  # one of two, or one
+            for name in filter(None, sum(named, ())):
                 if not helpers.has(*rooms):
                     yield Job(prefix + name, function_test(None, rooms))
                     continue
