@@ -130,6 +130,17 @@ static inline void trace_tap(void *data, const char *stage, int layer, const flo
 static inline const float *stage_values(const Stage *s) { return (const float *)(const void *)s->values.data; }
 static inline size_t stage_size(const Stage *s) { return s->values.n / sizeof(float); }
 
+/* The error of a stage, of `cols` numbers a row: the root of the mean square of its rows' errors, so each counts alike.
+ * The first token of many models has activations a thousand times those of others ("Massive Activations", Sun et al.,
+ * 2024): the error of all numbers together would be that of one, which rounding may leave next to nothing by luck. */
+static inline double stage_error(const Stage *s, const Stage *golden) {
+    const size_t cols = (size_t)s->cols, rows = stage_size(s) / cols;
+    double sum = 0;
+    for (size_t r = 0; r < rows; r++)
+        sum += pow(error_of(stage_values(s) + r * cols, stage_values(golden) + r * cols, cols), 2);
+    return sqrt(sum / (double)rows);
+}
+
 static inline void trace_free(Trace *t) {
     for (int i = 0; i < t->stages; i++) bytes_free(&t->stage[i].values);
     *t = (Trace){0};

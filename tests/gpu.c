@@ -32,7 +32,8 @@ static Costs rounding_costs(const Model *m, const Trace *golden, const int *ids,
         const Stage *r = rounded.stage + i, *g = trace_stage((Trace *)(uintptr_t)golden, r->name);
         bool alike = stage_size(r) == stage_size(g);
         check(alike, "%s: %zu numbers, not %zu", r->name, stage_size(r), stage_size(g));
-        double error = alike ? error_of(stage_values(r), stage_values(g), stage_size(g)) : 0;
+        double error = alike ? stage_error(r, g) : 0;
+        check(isfinite(error), "%s: rounding changes zeros", r->name); /* anything would be near them */
         snprintf(costs.cost[i].stage, sizeof costs.cost[i].stage, "%s", r->name);
         costs.cost[i].error = error < 1e-6 ? 1e-6 : error; /* where nothing is rounded: the error of floats */
     }
@@ -57,7 +58,7 @@ static const char *first_wrong(const Model *m, const Costs *costs, const Trace *
         bool alike = stage_size(s) == stage_size(g);
         check(alike, "%s: %zu numbers, not %zu", s->name, stage_size(s), stage_size(g));
         if (!alike) break;
-        double e = error_of(stage_values(s), stage_values(g), stage_size(g)), allowed = costs->cost[i].error;
+        double e = stage_error(s, g), allowed = costs->cost[i].error;
         if (!(e <= 3 * allowed)) fprintf(stderr, "  %s: error %.2g, rounding costs %.2g\n", s->name, e, allowed);
         if (!(e <= 3 * allowed) && !*name) snprintf(name, sizeof name, "%s", s->name);
         if (!(e / allowed <= *ratio)) *ratio = e / allowed;

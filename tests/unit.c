@@ -31,8 +31,7 @@ static const char *first_wrong(const char *fixture, double most, const char *(*c
         const Stage *s = found.stage + i, *g = trace_stage(&golden, s->name);
         check(stage_size(s) == stage_size(g), "%s: %s has %zu numbers, its golden %zu", fixture, s->name, stage_size(s),
               stage_size(g));
-        double e =
-            stage_size(s) == stage_size(g) ? error_of(stage_values(s), stage_values(g), stage_size(g)) : INFINITY;
+        double e = stage_size(s) == stage_size(g) ? stage_error(s, g) : INFINITY;
         if (!(e <= most) && !*name) snprintf(name, sizeof name, "%s", s->name);
         if (!(e <= *worst)) *worst = e;
     }
