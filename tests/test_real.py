@@ -4,7 +4,7 @@ import json
 import math
 import sys
 
-from helpers import GOLDENS, PLAIN, Skip, expect, ids_of, infer, same
+from helpers import GOLDENS, PLAIN, Skip, expect, ids_of, infer, render, same
 from real_models import MODELS, TEXT, path_of
 from test_logits import read_npy
 
@@ -42,8 +42,11 @@ def model_agrees(name, folder):
     same(ids_of(infer("tokenize", model, "--special", stdin=TEXT, program=PLAIN)), golden["ids"], "ids")
     logits_agree(golden, model, folder)
     perplexity_agrees(golden, model, folder, PLAIN, 1e-4)
-    raw = ["--raw"] * name.startswith("gemma")
-    answer = infer("play", model, "-p", golden["question"], *raw, "--temperature", 0, "--max-tokens", len(golden["answer_ids"]),
+    question, raw = golden["question"], name.startswith("gemma")  # which continues texts
+    prompt = (ids_of(infer("tokenize", model, "--special", stdin=question, program=PLAIN)) if raw
+              else render({"messages": [{"role": "user", "content": question}]}, model, PLAIN))
+    same(prompt, golden["prompt_ids"], "ids of the prompt")
+    answer = infer("play", model, "-p", question, *["--raw"] * raw, "--temperature", 0, "--max-tokens", len(golden["answer_ids"]),
                    program=PLAIN, seconds=600).text
     same(answer.strip(), golden["answer"].strip(), "answer")
     if ON_GPU:
