@@ -315,8 +315,16 @@ def others(folder):
     gemma = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<start_of_turn>user\nTranslate:\n\n\n' + m['content'] "
              "| trim + '<end_of_turn>\n' }}{% else %}{{ '<start_of_turn>model\n' + m['content'] | trim + '<end_of_turn>\n' }}{% endif %}"
              "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}")
+    spaced = (SPLIT + "{{ bos_token }}{% for m in loop_messages %}{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else 'user') + '\n' "
+              "+ (system_message + ' ' if loop.first and system_message is defined else '') + m['content'] | trim + '<end_of_turn>\n' }}"
+              "{% endfor %}" + PROMPT.replace("X", "<start_of_turn>model\n"))
+    short = ("{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' }}"
+             "{% if m['role'] == 'system' and tools %}{{ 'Cutting Knowledge Date: December 2023\n' }}{% endif %}{{ m['content'] + '<|eot_id|>' }}"
+             "{% endfor %}" + PROMPT.replace("X", "<|start_header_id|>assistant<|end_header_id|>\n\n<think>\n"))
     role = "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}{{ '<|assistant|>\n' }}"
     return found | {"SmolLM3": ("HuggingFaceTB-SmolLM3-3B", QWEN3, "smollm2"), "a Gemma that translates": (gemma, GEMMA, "gemma2"),
+                    "a Gemma with a space behind the system text": (spaced, GEMMA, "gemma2"),
+                    "a Llama without dates, which thinks": (short, LLAMA, "llama3.1"),
                     "roles in tokens": (role, ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], None)}
 
 
