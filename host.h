@@ -501,11 +501,13 @@ bool output_open(const char *path, Error *e); /* stdout goes to this file; a fai
  * it did. */
 bool put_escape(FILE *f, const char *escape);
 /* Writes a label and a text, which may come from a model or a file, as a line or more. On a terminal no escape sequence
- * in it takes effect, and lines end between words. style: an escape sequence, or NULL. */
+ * in it takes effect, and lines end between words and begin below the text's begin. style: an escape sequence, or NULL.
+ */
 void put_text(FILE *f, const char *style, const char *label, const char *text);
 /* Prints a name and a paragraph. If the window is wide enough, the paragraph begins at `column`. */
 void print_row(FILE *f, const char *name, int column, const char *text);
-/* Prints the text of tokens exactly; on a terminal without its escape sequences, and control tokens in reverse. */
+/* Prints the text of tokens exactly; on a terminal without its escape sequences, control tokens in reverse, and ended.
+ */
 void print_text(const Tokenizer *t, const Ids *ids);
 /* USAGE, naming `what`: n bytes are not UTF-8. */
 bool check_text(const char *what, const char *text, size_t n, Error *e);

@@ -961,8 +961,10 @@ static bool parse_arguments(const Command *c, int argc, char **argv, const char 
             if (!option_set(prompt, argv[i], e)) return false;
         } else if (*model || !*word) {
             const char *shown = strncmp(argv[i], "hf_", 3) ? argv[i] : "hf_..."; /* a token is never shown */
-            return fail(e, USAGE, "'%.60s' is one argument too many%s; see infer %s --help", shown,
-                        prompt ? ", or a text without quotes" : "", c->name);
+            const char *why = prompt                        ? ", or a text without quotes"
+                              : strstr(c->summary, "stdin") ? ": it reads stdin"
+                                                            : "";
+            return fail(e, USAGE, "'%.60s' is one argument too many%s; see infer %s --help", shown, why, c->name);
         } else {
             *model = hints ? hints->repository(argv[i]) : argv[i];
         }
@@ -1020,6 +1022,7 @@ void wrap_end(Wrap *w) {
 void put_text(FILE *f, const char *style, const char *label, const char *text) {
     Wrap w = wrap_on(f, style);
     wrap_text(&w, label, strlen(label));
+    w.indent = w.column + w.spaces;
     wrap_text(&w, text, strlen(text));
     wrap_end(&w);
 }
@@ -1032,7 +1035,7 @@ void die(const Error *e) {
 
 void print_row(FILE *f, const char *name, int column, const char *text) {
     int width = isatty(fileno(f)) ? columns(f) : 100;
-    if (width < 60 && column) fprintf(f, "%s\n", name), name = "", column = 6;
+    if (width <= 2 * column) fprintf(f, "%s\n", name), name = "", column = 6;
     Wrap w = {.f = f, .width = width, .indent = column, .column = column};
     fprintf(f, "%-*s", column, name);
     wrap_text(&w, text, strlen(text));
@@ -1078,7 +1081,9 @@ static char *get_model(const char *argument, Error *e) {
     bool here = path && (!strcmp(path, argument) || model_entry(path).complete);
     if (here || !strchr(argument, '/') || !hub_repository(argument) || !isatty(STDIN_FILENO) || !isatty(STDERR_FILENO))
         return path;
-    fprintf(stderr, "%s is not here%s. Download it? [y/N] ", argument, path ? " whole" : "");
+    LocalText missing = text_print("%s is not here%s.", argument, path ? " whole" : "");
+    put_text(stderr, NULL, "", missing);
+    fputs("Download it? [y/N] ", stderr);
     if (!fgets(answer, sizeof answer, stdin) || (*answer != 'y' && *answer != 'Y')) return path;
     free(path);
     return text_print("%s", hub_fetch(argument, model_runs));
@@ -1249,6 +1254,7 @@ void print_text(const Tokenizer *t, const Ids *ids) {
         if (i < ids->n) tokenizer_bytes(t, &d, ids->data[i], &text);
         if (control) wrap_text(&exact, text.data, text.n), text.n = 0, put_escape(stdout, NORMAL);
     }
+    if (isatty(STDOUT_FILENO)) wrap_end(&exact);
 }
 
 bool make_prompt(const Play *p, Ids *ids, Error *e) {
@@ -1545,7 +1551,10 @@ static int run_render(const char *model) {
     LOCAL(conversation_free) Conversation conversation = {0};
     filter_open(model, NEED_CHAT);
     LocalJson json = json_parse(filter.in.data, filter.in.n, "stdin", &filter.e);
-    if (!json) filter.e.code = USAGE, die(&filter.e);
+    if (!json)
+        fail(&filter.e, USAGE, "%s; needed is {\"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}]} or the like",
+             filter.e.text),
+            die(&filter.e);
     const cJSON *prompt = json_get(json, "add_generation_prompt");
     conversation_init(&conversation);
     if (!conversation_parse(&conversation, json, &filter.e) ||
@@ -1602,7 +1611,7 @@ const Option text_options[] = {{'p', "prompt", "TEXT", TEXT, &text_given.prompt,
 bool session_text(Session *s, const char *model, Ids *ids, Error *e) {
     const Model *m = &s->checkpoint.model;
     const char *text = text_given.prompt;
-    if (!text == !text_given.ids) return fail(e, USAGE, "either -p TEXT or --ids is needed; see --help");
+    if (!text == !text_given.ids) return fail(e, USAGE, "one text is needed: behind MODEL, or as -p or --ids");
     if (!session_open(s, model, NEED_CHECKPOINT | (text ? NEED_TOKENIZER : USE_TOKENIZER), e)) return false;
     if (!(text ? tokenizer_encode(s->tokenizer, text, strlen(text), WITH_TEMPLATE, ids, e)
                : parse_ids(text_given.ids, m->vocab, ids, e)))
@@ -1685,6 +1694,7 @@ static int run_logits(const char *model) {
     if (!session_load(s, (Limits){0}, 0, &e)) die(&e);
     if (logit.output && !output_open(logit.output, &e)) die(&e);
     const size_t from = logit.all ? 1 : ids.n;
+    if (!logit.output && isatty(STDOUT_FILENO)) puts("     id      logit        p  text");
     if (logit.output) put_npy_header(stdout, ids.n + 1 - from, s->engine.model->vocab);
     if (!scheduler_score(s->scheduler, ids.data, ids.n, from, write_row, NULL, &e)) die(&e);
     return DONE;

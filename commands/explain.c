@@ -61,29 +61,23 @@ static void put_legend(const Reading *x, const Ids *ids) {
     printf("</h1><p>%s</p>\n", whole);
 }
 
-/* Writes a token in visible characters, and if `whole` its id and bytes. */
-static void put_token(const Reading *x, int id, bool whole) {
+/* Appends a token in visible characters. */
+static void add_token(const Reading *x, int id, Bytes *out) {
     LocalBytes raw = {0};
     if (x->s.tokenizer) tokenizer_bytes(x->s.tokenizer, &(Decoder){.begun = true}, id, &raw);
     for (size_t i = 0, n; i < raw.n; i += n) {
-        uint32_t code = 0, byte = (unsigned char)raw.data[i];
+        uint32_t code = 0;
         int length = utf8_decode(raw.data + i, raw.n - i, &code);
         bool seen = length > 0 && ((code > 32 && code < 127) || code > 159);
         n = seen ? (size_t)length : 1;
-        if (x->html && seen && strchr("&<>", (int)byte))
-            printf("&#%u;", byte);
-        else if (seen)
-            fwrite(raw.data + i, 1, n, stdout);
-        else
-            printf(byte == ' ' ? "␣" : "\\x%02X", byte);
+        if (seen) bytes_add(out, raw.data + i, n);
+        if (!seen) bytes_print(out, raw.data[i] == ' ' ? "␣" : "\\x%02X", raw.data[i] & 255);
     }
-    if (!raw.n) printf("(%d)", id);
-    if (whole) printf(x->html ? "</b>%d:" : "  %d:", id);
-    for (size_t i = 0; whole && i < raw.n; i++) printf(" %02X", (unsigned char)raw.data[i]);
+    if (!raw.n) bytes_print(out, "(%d)", id);
 }
 
-/* Writes four layers of the grid in Braille: a dot for each expert that token t used. */
-static void put_grid(const Reading *x, size_t t, int layer) {
+/* Appends four layers of the grid in Braille: a dot for each expert that token t used. */
+static void add_grid(const Reading *x, size_t t, int layer, Bytes *out) {
     static const unsigned char dot[4][2] = {{1, 8}, {2, 16}, {4, 32}, {64, 128}};
     const Model *m = &x->s.checkpoint.model;
     const float *expert = x->expert + (t * (size_t)m->n_layers + (size_t)layer) * (size_t)m->top_k;
@@ -92,7 +86,7 @@ static void put_grid(const Reading *x, size_t t, int layer) {
         int column = (int)expert[i] / x->shared;
         if (m->layer[layer + i / m->top_k].router.rows) cell[column / 2] |= dot[i / m->top_k][column % 2];
     }
-    for (int i = 0; i < x->cells; i++) printf("\xE2%c%c", 0xA0 | cell[i] >> 6, 0x80 | (cell[i] & 63));
+    for (int i = 0; i < x->cells; i++) bytes_print(out, "\xE2%c%c", 0xA0 | cell[i] >> 6, 0x80 | (cell[i] & 63));
 }
 
 /* Shows token t of the text and, but for the first token, what the model expected in its place. */
@@ -102,18 +96,25 @@ static void put_place(const Reading *x, size_t t, int id, const float *logits) {
     int best[CHOICES], n = t ? likeliest(logits, m->vocab, CHOICES, best) : 0;
     double all = log_sum_exp(logits, m->vocab), bits = t ? (all - (double)logits[id]) / M_LN2 : 0;
     int level = (bits >= 1) + (bits >= 3) + (bits >= 6) + (bits >= 10);
-    x->html ? printf("<pre class=s%d>", level) : put_escape(stdout, colour[level]);
-    t ? printf("%6.2f %% %5.1f bits  ", 100 * exp2(-bits), bits) : printf("%-22s", "the first token:");
-    if (x->html) fputs("<b>", stdout);
-    put_token(x, id, true);
-    put_escape(stdout, "\033[0m");
+    LocalBytes raw = {0}, token = {0}, facts = {0}, rows = {0};
+    LocalText chance =
+        t ? text_print("%6.2f %% %5.1f bits  ", 100 * exp2(-bits), bits) : text_print("%-21s", "the first token:");
+    add_token(x, id, &token);
+    if (x->s.tokenizer) tokenizer_bytes(x->s.tokenizer, &(Decoder){.begun = true}, id, &raw);
+    bytes_print(&facts, "%d:", id);
+    for (size_t i = 0; i < raw.n; i++) bytes_print(&facts, " %02X", raw.data[i] & 255);
     for (int i = 0; i < n || (x->cells && 4 * i < m->n_layers); i++) {
-        fputs("\n", stdout);
-        if (x->cells) put_grid(x, t, 4 * i);
-        if (i < n) printf(" %6.2f %% ", 100 * exp((double)logits[best[i]] - all));
-        if (i < n) put_token(x, best[i], false);
+        bytes_text(&rows, "\n");
+        if (x->cells) add_grid(x, t, 4 * i, &rows);
+        if (i < n) bytes_print(&rows, " %6.2f %% ", 100 * exp((double)logits[best[i]] - all));
+        if (i < n) add_token(x, best[i], &rows);
     }
-    fputs(x->html ? "</pre>\n" : "\n", stdout);
+    LocalText line = text_print("%s  %s", token.data, facts.data);
+    if (!x->html) put_text(stdout, colour[level], chance, line);
+    if (!x->html && rows.n) puts(rows.data + 1);
+    if (!x->html) return;
+    printf("<pre class=s%d>%s<b>", level, chance), put_html(token.data);
+    printf("</b>%s", facts.data), put_html(rows.n ? rows.data : ""), puts("</pre>");
 }
 
 static void take_token(Stream *s, size_t position, int token, const float *logits, bool last) {

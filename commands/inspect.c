@@ -144,8 +144,8 @@ static void print_facts(const cJSON *facts) {
             continue;
         snprintf(name, sizeof name, tensors ? "%s, %s" : "%s", tensors ? kind : x->string, encoding);
         while (!tensors && (c = strchr(c, '_'))) *c = ' ';
-        LocalText row = text_print("%-24s%s", name, text ? text : "unknown");
-        put_text(stdout, NULL, "", row);
+        LocalText label = text_print("%-24s", name);
+        put_text(stdout, NULL, label, text ? text : "unknown");
         if (strcmp(x->string, "gpu_bytes") || !terminal) continue;
         for (int i = 0; i < 3; i++) part[i] = json_get(facts, shares[i])->valuedouble / whole;
         terminal->bar(stdout, MIN(columns(stdout), 60), part, 3);

@@ -43,7 +43,8 @@ static int run_perplexity(const char *model) {
         scored = begin + n;
     }
     double mean = score.cost / (double)(ids.n - 1);
-    printf("perplexity %.6g  nll %.8g  tokens %zu\n", exp(mean), mean, ids.n - 1);
+    LocalText line = text_print("perplexity %.6g  nll %.8g  tokens %zu", exp(mean), mean, ids.n - 1);
+    put_text(stdout, NULL, "", line);
     return DONE;
 }
 

@@ -189,7 +189,8 @@ static void run_model(Error *e) {
     e->code = 0;
     lock();
     server.ready = true;
-    fprintf(stderr, "infer: ready, for texts of up to %d tokens\n", server.s.engine.context);
+    LocalText ready = text_print("ready, for texts of up to %s tokens", COUNT((uint64_t)server.s.engine.context));
+    put_text(stderr, NULL, "infer: ", ready);
     while ((update_requests() || !(server.ends > 0)) && !server.error.code) {
         if (server.ends > 0 && server.moved > server.ends) {
             fail(&server.error, FAILED, "the server ends");
@@ -277,7 +278,7 @@ static int run_serve(const char *model) {
         run_model(&e);
     }
     if (e.code) { /* other threads may still write the error */
-        fprintf(stderr, "infer: %s\n", e.text);
+        put_text(stderr, NULL, "infer: ", e.text);
         _exit(e.code);
     }
     MHD_stop_daemon(daemon);

@@ -370,7 +370,7 @@ static bool slash_set(Play *p, const char *name, Error *e) {
 static bool slash_prompt(Play *p, bool whole, Error *e) {
     LocalIds ids = {0};
     if (!make_prompt(p, &ids, e)) return false;
-    if (whole) print_text(p->m.tokenizer, &ids), puts("");
+    if (whole) print_text(p->m.tokenizer, &ids);
     if (!whole)
         printf("%s of %s tokens (%.1f%%)\n", COUNT(ids.n), COUNT((uint64_t)p->m.engine.context),
                100 * (double)ids.n / p->m.engine.context);

@@ -1128,6 +1128,21 @@ def test_text_of_filters_sends_no_escape_sequences():
         expect(not re.search(rb"\x1b\[31m|\x1b\]0;|\xc2\x9b|\x07", t.raw), f"an escape sequence: {t.raw!r}")
 
 
+def test_filters_mark_control_tokens_in_a_terminal():
+    """What is a control token and what only looks like one; a line break ends the text. A pipe gets it as it is."""
+    request = json.dumps({"messages": [{"role": "user", "content": "a <|end|>"}], "bare": True})
+    exact = "<|start|>user<|message|>a <|end|><|end|><|start|>assistant"
+    same(infer("render", PARROT, stdin=request).text, exact, "in a pipe")
+    marked = exact.replace("a <|end|>", "a TEXT").replace("<|", "\x1b[7m<|").replace("|>", "|>\x1b[0m").replace("TEXT", "<|end|>")
+    for expected, env in (marked, {}), (exact, {"NO_COLOR": "1"}):
+        for command, typed in ("render", request), ("detokenize", infer("render", PARROT, "--ids", stdin=request).text.strip()):
+            with Terminal(command, PARROT, **env) as t:
+                t.wait("reading stdin until its end (Ctrl+D)")
+                t.send(typed + "\n\x04")
+                same(t.ended(), 0, "exit code")
+            expect(t.raw.decode().endswith("\n" + expected + "\r\n"), f"{command} {env} shows {t.raw[-300:]!r}")
+
+
 def test_loaded_text_sends_no_escape_sequences(folder):
     needs("terminal")
     text = "\x1b[31mred\x1b]0;title\x07\x9b1m" + "é" * 60
