@@ -190,7 +190,7 @@ docs: lesson-packages ## renders README and the notebooks as they are committed,
 # Three rings: what a learner reads first, the core, everything. Deleting is welcome; whoever needs more raises the ring here.
 LEARNER     = $(wildcard infer.h infer.c tokenizer.c sampling.h infer.cu)
 ROOT        = $(wildcard *.c *.h *.cu *.cuh)
-MAX_LEARNER = 4455
+MAX_LEARNER = 4452
 MAX_ROOT    = 9112
 MAX_LINES   = 24530
 MAX_ENTRIES = 36

@@ -246,7 +246,7 @@ static const char *json_laxity(const char *text, size_t n, const char **place) {
     return NULL;
 }
 
-static int by_name(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
+int by_name(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 
 /* A key that occurs twice in one object, at any depth, or NULL. cJSON limits the depth. */
 static const char *json_twice(const cJSON *value) {

@@ -155,6 +155,8 @@ bool text_listed(const char *list, const char *word);
 bool same(const char *a, const char *b);           /* NULL equals nothing */
 size_t begins(const char *text, const char *with); /* the length of `with` if the text begins with it, else 0 */
 
+int by_name(const void *a, const void *b); /* for qsort() and bsearch(): of what begins with a pointer to its name */
+
 double log_sum_exp(const float *x, int n);
 double seconds(void); /* a monotonic clock */
 /* 13.8 GB, 5.1 MB, 812 bytes: decimal units, as disks and downloads are sold. 131072 as 131,072. They return `out`.

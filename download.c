@@ -227,16 +227,12 @@ static void add_all(Models *list, const char *parent, bool hub) {
     if (dir) closedir(dir);
 }
 
-static int by_path_name(const void *a, const void *b) {
-    return strcmp(((const ModelEntry *)a)->name, ((const ModelEntry *)b)->name);
-}
-
 Models models_list(void) {
     Models list = {0};
     LocalText cache = hub_cache();
     add_all(&list, "models", false);
     add_all(&list, cache, true);
-    if (list.n) qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_path_name);
+    if (list.n) qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_name);
     list.unread = unread;
     return list;
 }
@@ -266,7 +262,7 @@ char *model_find(const char *argument, Error *e) {
     if (!folder)
         list = models_list();
     else if (add_path(&list, folder, argument, false, 2))
-        qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_path_name);
+        qsort(list.entry, (size_t)list.n, sizeof *list.entry, by_name);
     for (const ModelEntry *m = list.entry; m < list.entry + list.n; m++) {
         if (!strcmp(m->name, argument)) return text_print("%s", m->path);
         bytes_print(&all, "%s%s", all.n ? ", " : "", m->name);

@@ -65,11 +65,11 @@ const Command *const commands[] = {&play,
 #endif
                                    &tokenize, &detokenize, &render,  &parse,  NULL};
 
-extern const Hints user_hints;
+extern int list_choose(const Models *here);
 #ifdef ROOM_commands
-const Hints *const hints = &user_hints;
+int (*const choose)(const Models *here) = list_choose;
 #else
-const Hints *const hints = NULL;
+int (*const choose)(const Models *here) = NULL;
 #endif
 
 #ifdef ROOM_json
@@ -81,7 +81,10 @@ const Keeping *const keeping = NULL;
 
 #ifdef ROOM_terminal
 extern const Terminal libedit_terminal;
+extern const Hints user_hints;
 const Terminal *const terminal = &libedit_terminal;
+const Hints *const hints = &user_hints;
 #else
 const Terminal *const terminal = NULL;
+const Hints *const hints = NULL;
 #endif

@@ -36,7 +36,7 @@ typedef struct {       /* the last of a table has no name */
 /* ---- models on disk: config.json, safetensors, weights bound to infer.h's Model ---- */
 
 enum { MOST_DIMS = 8 };
-typedef struct { /* a checked range of a file */
+typedef struct { /* a checked range of a file; by_name() sorts them */
     char *name;
     const char *dtype;    /* safetensors' name, "BF16", "U8", ..., or a room's */
     const char *encoding; /* the same, or the type of the matrix that it is part of */
@@ -404,15 +404,16 @@ typedef struct Rule Rule;
 typedef struct Session Session;
 typedef struct {
     /* What the answer to a request must keep: a schema, a pattern or choices for its text (response_format,
-     * guided_json,
-     * ..., structured_outputs), strict tools, or a call that is forced, of function `name` or of any if that is NULL.
-     * talk: the conversation with its tools, or NULL for a text. NULL and e->code 0: nothing. Else USAGE with field,
-     * keyword and place. Any thread may call it; it takes milliseconds. */
+     * guided_json, ..., structured_outputs), strict tools, or a call that is forced, of function `name` or of any if
+     * that is NULL. talk: the conversation with its tools, or NULL for a text. NULL and e->code 0: nothing. Else USAGE
+     * with field, keyword and place. Any thread may call it; it takes milliseconds. */
     Rule *(*make)(const Session *m, const cJSON *request, const Conversation *talk, bool force, const char *name,
                   Error *e);
     void (*keep)(Rule *r, Stream *s, size_t begin); /* a stream, whose answer begins at this token, keeps the rule */
-    bool (*whole)(Stream *s);                       /* may its text end here? For the thread that runs the scheduler */
-    void (*drop)(Rule *r);                          /* for what `make` returned, and for each stream that kept it */
+    /* The answer that begins behind a stream's prompt keeps the schema in a file. talk: as above. */
+    bool (*keep_file)(const char *path, const Session *m, const Conversation *talk, Stream *s, Error *e);
+    bool (*whole)(Stream *s); /* may its text end here? For the thread that runs the scheduler */
+    void (*drop)(Rule *r);    /* for what `make` returned, and for each stream that kept it */
 } Keeping;
 extern const Keeping *const keeping; /* or NULL; extensions.c */
 
@@ -426,10 +427,11 @@ typedef struct {
 } Command;
 extern const Command *const commands[]; /* of all rooms, as the help shows them, and NULL; extensions.c */
 
-typedef struct {                       /* of commands/: what helps people, and programs can do without */
-    int (*choose)(const Models *here); /* shows them and asks for one; its number from 1, or 0 */
-    /* "did you mean X? " of a word that is no option of command c, else no model that is here, else no command; or ""
-     */
+/* Shows models and asks for one: its number from 1, or 0. NULL without commands/; extensions.c */
+extern int (*const choose)(const Models *here);
+
+typedef struct { /* of terminal/: what helps people, and programs can do without */
+    /* "did you mean X? " or "", of a word that is no option of command c, else no model here, else no command */
     const char *(*meant)(const Command *c, const Models *here, const char *word);
     const char *(*repository)(const char *text);     /* ORG/NAME[@REVISION] of a page of the hub; other texts stay */
     bool (*refuse_file)(const char *path, Error *e); /* says what a file is that is no model */
@@ -551,6 +553,7 @@ typedef struct {                                       /* of terminal/ */
     void (*refuse)(Play *p, Error *e);                 /* takes the question back that the context has no room for */
     /* Has the model an effort to choose, and is this a date? Both or NULL. USAGE. */
     bool (*settings)(const Session *s, const char *effort, const char *date, Error *e);
+    int (*ask)(const char *question);                           /* 'y', 'n' or, if nobody is there, 0 */
     void (*bar)(FILE *f, int cells, const double *part, int n); /* n parts of a whole of 1, at most 3 */
     /* Draws a line in place: how much is done, 0 to 1, and of what. */
     void (*progress)(FILE *f, double done, const char *what);

@@ -308,9 +308,6 @@ static int by_offset(const void *a, const void *b) {
     return (x->size > y->size) - (x->size < y->size); /* an empty tensor first */
 }
 
-_Static_assert(!offsetof(Tensor, name), "by_name() sorts tensors");
-static int by_name(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
-
 static bool map_file(TensorFile *f, Error *e) {
     struct stat st;
     if (f->fd < 0) f->fd = open(f->name, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
@@ -1035,7 +1032,10 @@ void die(const Error *e) {
 
 void print_row(FILE *f, const char *name, int column, const char *text) {
     int width = isatty(fileno(f)) ? columns(f) : 100;
-    if (width <= 2 * column) fprintf(f, "%s\n", name), name = "", column = 6;
+    if (width <= 2 * column) {
+        fprintf(f, "%s\n", name);
+        name = "", text += strspn(text, " "), column = 6;
+    }
     Wrap w = {.f = f, .width = width, .indent = column, .column = column};
     fprintf(f, "%-*s", column, name);
     wrap_text(&w, text, strlen(text));
@@ -1065,8 +1065,8 @@ static bool choose_model(Session *s, Error *e) {
     if (!here.n)
         return fail(e, BAD_MODEL, "%s: infer download ORG/NAME fetches one",
                     here.unread ? here.unread : "no model in ./models or the hub's cache");
-    if (here.n > 1 && hints) choice = hints->choose(&here);
-    for (int i = 0; i < here.n && !hints; i++)
+    if (here.n > 1 && choose) choice = choose(&here);
+    for (int i = 0; i < here.n && !choose; i++)
         bytes_print(&names, names.n ? ", %s" : "; here are %s", here.entry[i].name);
     if (!choice)
         return fail(e, USAGE, "which of the %d models? infer COMMAND MODEL%s", here.n, names.n ? names.data : "");
@@ -1077,14 +1077,11 @@ static bool choose_model(Session *s, Error *e) {
 
 /* The path of a model. On a terminal a missing ORG/NAME is offered for download. */
 static char *get_model(const char *argument, Error *e) {
-    char *path = model_find(argument, e), answer[16] = "";
+    char *path = model_find(argument, e);
     bool here = path && (!strcmp(path, argument) || model_entry(path).complete);
-    if (here || !strchr(argument, '/') || !hub_repository(argument) || !isatty(STDIN_FILENO) || !isatty(STDERR_FILENO))
-        return path;
-    LocalText missing = text_print("%s is not here%s.", argument, path ? " whole" : "");
-    put_text(stderr, NULL, "", missing);
-    fputs("Download it? [y/N] ", stderr);
-    if (!fgets(answer, sizeof answer, stdin) || (*answer != 'y' && *answer != 'Y')) return path;
+    LocalText question = text_print("%s is not here%s. Download it?", argument, path ? " whole" : "");
+    if (here || !terminal || !strchr(argument, '/') || !hub_repository(argument)) return path;
+    if (terminal->ask(question) != 'y') return path;
     free(path);
     return text_print("%s", hub_fetch(argument, model_runs));
 }
@@ -1285,18 +1282,6 @@ static bool keep_answer(Answer *a, Error *e) {
     return true;
 }
 
-/* Lets the answer keep the schema of --schema, if there is one. */
-static bool keep_schema(Play *p, Stream *t, Error *e) {
-    if (!given.schema) return true;
-    if (!keeping) return fail(e, USAGE, "--schema: this build has no json/");
-    LocalJson schema = json_read(given.schema, 1 << 24, e);
-    if (!schema) return false;
-    LocalJson request = json_object("guided_json", cJSON_Duplicate(schema, true), NULL);
-    Rule *rule = keeping->make(&p->m, request, p->chat ? &p->talk : NULL, false, NULL, e);
-    if (!rule) return fail(e, USAGE, "%s%s", given.schema, e->text + begins(e->text, "guided_json"));
-    return keeping->keep(rule, t, t->prompt), keeping->drop(rule), true;
-}
-
 /* Generates and shows the next message of the conversation. True if there is one, even if it is only a beginning. */
 static bool answer(Answer *a, Error *e) {
     Play *p = a->p;
@@ -1309,7 +1294,7 @@ static bool answer(Answer *a, Error *e) {
     t->prompt = t->tokens.n;
     a->reader.decoder.begun = t->prompt > 1; /* more than a beginning-of-text token */
     if (p->chat) reader_init(&a->reader, &p->m.chat, &p->talk);
-    if (!keep_schema(p, t, e)) return false;
+    if (given.schema && !keeping->keep_file(given.schema, &p->m, p->chat ? &p->talk : NULL, t, e)) return false;
     a->since = seconds();
     bool ok = scheduler_run(p->m.scheduler, t, &interrupted, e) && keep_answer(a, e);
     wrap_end(&a->out);
@@ -1390,6 +1375,7 @@ static bool read_prompt(Play *p, Bytes *text, Error *e) {
     const bool reads = given.file || !isatty(STDIN_FILENO);
     LocalBytes piped = {0};
     p->loop = !given.prompt && !reads;
+    if (given.schema && !keeping) return fail(e, USAGE, "--schema: this build has no json/");
     if (given.prompt && given.file) return fail(e, USAGE, "give the prompt with -p or with -f, not with both");
     if (given.prompt) bytes_text(text, given.prompt);
     if (reads) text_read(given.file, &piped);

@@ -81,12 +81,12 @@ static void report_figure(Bench *b, Figure *f) {
                  json_number(percent), NULL);
     cJSON_AddItemToArray(b->rows, facts);
     if (b->json) return;
-    LocalText row = text_print("%s %d|%d|%d|%.1f", kind, f->tokens, f->depth, f->streams, all / median);
-    LocalText read = f->prompt
-                         ? text_print("|%.3f||", median * 1e3)
-                         : text_print("%.1f|%.3f|%.3f|%.0f", percent, step * 1e3, bytes / 1e9, bytes / step / 1e9);
-    LocalText line = text_print("%s|%s|%.1f-%.1f", row, read, least, most);
-    print_cells(figures, line, false);
+    LocalBytes row = {0};
+    bytes_print(&row, "%s %d|%d|%d|%.1f|", kind, f->tokens, f->depth, f->streams, all / median);
+    if (f->prompt) bytes_print(&row, "|%.3f|||", median * 1e3);
+    if (!f->prompt) bytes_print(&row, "%.1f|%.3f|%.3f|%.0f|", percent, step * 1e3, bytes / 1e9, bytes / step / 1e9);
+    bytes_print(&row, "%.1f-%.1f", least, most);
+    print_cells(figures, row.data, false);
 }
 
 /* Seconds until a prompt of f->tokens random tokens has its first drawn token; or until each of f->streams texts has
@@ -148,17 +148,16 @@ static void measure_all(Bench *b) {
 
 enum { FIRST_ID = 256, PROMPT_IDS = 768 }; /* in prompts: in most vocabularies the ids below 1,024 are ordinary text */
 
-typedef struct {             /* a row of the table */
+static struct {              /* a row of the table */
     const char *model, *url; /* model: its name at the server, or NULL; url: of completions */
     struct curl_slist *headers;
     int prompt, clients, requests; /* tokens of a prompt; requests of a client */
     pthread_mutex_t lock;          /* of what follows; a client that fails keeps it, so only one error is printed */
     double tokens, seconds;
     Bytes first, gaps; /* arrays of double: seconds to an answer's first text; between two texts */
-} Load;
+} load = {.clients = 1, .lock = PTHREAD_MUTEX_INITIALIZER};
 
 typedef struct {
-    Load *load;
     CURL *easy;
     Bytes line;        /* of a stream; or the whole of an answer that is not a stream */
     double sent, last; /* last: 0 until the first text */
@@ -173,9 +172,9 @@ static void take_line(Request *r, double now) {
     const char *text = json_string(cJSON_GetArrayItem(json_get(event, "choices"), 0), "text");
     if (text && *text) {
         double time = now - (r->last ? r->last : r->sent);
-        pthread_mutex_lock(&r->load->lock);
-        bytes_add(r->last ? &r->load->gaps : &r->load->first, &time, sizeof time);
-        pthread_mutex_unlock(&r->load->lock);
+        pthread_mutex_lock(&load.lock);
+        bytes_add(r->last ? &load.gaps : &load.first, &time, sizeof time);
+        pthread_mutex_unlock(&load.lock);
         r->last = now;
         r->tokens++; /* until the usage gives the exact number */
     }
@@ -195,9 +194,9 @@ static size_t on_answer(char *data, size_t size, size_t n, void *request) {
     return r->line.n < MOST_LINE ? n * size : 0;
 }
 
-static void write_body(const Load *l, Bytes *out) {
-    cJSON *prompt = cJSON_CreateArray(), *model = l->model ? json_word(l->model) : NULL;
-    for (int i = 0; i < l->prompt; i++)
+static void write_body(Bytes *out) {
+    cJSON *prompt = cJSON_CreateArray(), *model = load.model ? json_word(load.model) : NULL;
+    for (int i = 0; i < load.prompt; i++)
         cJSON_AddItemToArray(prompt, json_number((double)(FIRST_ID + random() % PROMPT_IDS)));
     LocalJson more = given.fields ? cJSON_Parse(given.fields) : NULL;
     /* servers that know ignore_eos give answers of equal length */
@@ -210,48 +209,48 @@ static void write_body(const Load *l, Bytes *out) {
 }
 
 /* A thread: sends requests, the next one when the last is answered. The first that fails ends the measurement. */
-static void *run_client(void *load) {
+static void *run_client(void *nothing) {
     Error e = {0};
-    Load *l = load;
     CURL *easy = curl_easy_init();
-    curl_easy_setopt(easy, CURLOPT_URL, l->url);
-    curl_easy_setopt(easy, CURLOPT_HTTPHEADER, l->headers);
+    curl_easy_setopt(easy, CURLOPT_URL, load.url);
+    curl_easy_setopt(easy, CURLOPT_HTTPHEADER, load.headers);
     curl_easy_setopt(easy, CURLOPT_NOSIGNAL, 1L); /* a signal would reach another thread */
     curl_easy_setopt(easy, CURLOPT_XOAUTH2_BEARER, environment("OPENAI_API_KEY"));
     curl_easy_setopt(easy, CURLOPT_HTTPAUTH, CURLAUTH_BEARER);
     curl_easy_setopt(easy, CURLOPT_WRITEFUNCTION, on_answer);
-    for (int i = 0; i < l->requests; i++) {
+    for (int i = 0; i < load.requests; i++) {
         LocalBytes body = {0};
         long status = 0;
-        write_body(l, &body);
-        Request r = {.load = l, .easy = easy, .sent = seconds()};
+        write_body(&body);
+        Request r = {.easy = easy, .sent = seconds()};
         curl_easy_setopt(easy, CURLOPT_POSTFIELDS, body.data);
         curl_easy_setopt(easy, CURLOPT_WRITEDATA, &r);
         CURLcode code = curl_easy_perform(easy);
         curl_easy_getinfo(easy, CURLINFO_RESPONSE_CODE, &status);
-        pthread_mutex_lock(&l->lock);
+        pthread_mutex_lock(&load.lock);
         if (code)
-            fail(&e, NO_NETWORK, "%s: %s", l->url, curl_easy_strerror(code));
+            fail(&e, NO_NETWORK, "%s: %s", load.url, curl_easy_strerror(code));
         else if (status != 200 || !r.last)
-            fail(&e, status == 401 ? NO_NETWORK : FAILED, "%s: status %ld and no text%s: %.300s", l->url, status,
+            fail(&e, status == 401 ? NO_NETWORK : FAILED, "%s: status %ld and no text%s: %.300s", load.url, status,
                  status == 401 ? " (a key is read from OPENAI_API_KEY)" : "", r.line.n ? r.line.data : "");
         if (e.code) fprintf(stderr, "infer: %s\n", e.text), _exit(e.code); /* other threads still use libraries */
-        l->tokens += (double)r.tokens;
-        pthread_mutex_unlock(&l->lock);
+        load.tokens += (double)r.tokens;
+        pthread_mutex_unlock(&load.lock);
         bytes_free(&r.line);
     }
-    return curl_easy_cleanup(easy), NULL;
+    curl_easy_cleanup(easy);
+    return nothing;
 }
 
-static void run_load(Load *l, int requests) {
+static void run_load(int requests) {
     pthread_t client[MOST_CLIENTS];
     double begin = seconds();
-    l->requests = requests, l->tokens = 0, l->first.n = l->gaps.n = 0;
-    for (int i = 0; i < l->clients; i++)
-        if (pthread_create(client + i, NULL, run_client, l))
+    load.requests = requests, load.tokens = 0, load.first.n = load.gaps.n = 0;
+    for (int i = 0; i < load.clients; i++)
+        if (pthread_create(client + i, NULL, run_client, NULL))
             die(&(Error){FAILED, "the system allows no more threads: fewer --clients"});
-    for (int i = 0; i < l->clients; i++) pthread_join(client[i], NULL);
-    l->seconds = seconds() - begin;
+    for (int i = 0; i < load.clients; i++) pthread_join(client[i], NULL);
+    load.seconds = seconds() - begin;
 }
 
 /* The p-quantile of times, in ms. */
@@ -265,22 +264,21 @@ static cJSON *percentile(const Bytes *times, double p) {
 static int bench_server(const char *model, bool json) {
     static const int widths[] = {7, 8, 10, 11, 11, 11, 11, 9};
     LocalText url = text_print("%s/v1/completions", given.server);
-    static Load l = {.clients = 1, .lock = PTHREAD_MUTEX_INITIALIZER};
     cJSON *rows = cJSON_CreateArray(), *x;
     curl_global_init(CURL_GLOBAL_DEFAULT);
-    l.model = model, l.url = url, l.prompt = given.prompts.value[0];
-    l.headers = curl_slist_append(NULL, "Content-Type: application/json");
+    load.model = model, load.url = url, load.prompt = given.prompts.value[0];
+    load.headers = curl_slist_append(NULL, "Content-Type: application/json");
     srandom((unsigned)(seconds() * 1e6)); /* other prompts each time */
-    run_load(&l, 1);                      /* to warm up */
+    run_load(1);                          /* to warm up */
     if (!json) print_cells(widths, "clients|prompt|tok/s|first, ms|first p99|token, ms|token p99|most", true);
     for (int i = 0; i < given.prompts.n * given.clients.n; i++) {
-        l.prompt = given.prompts.value[i / given.clients.n], l.clients = given.clients.value[i % given.clients.n];
-        run_load(&l, given.repeats);
+        load.prompt = given.prompts.value[i / given.clients.n], load.clients = given.clients.value[i % given.clients.n];
+        run_load(given.repeats);
         cJSON *row =
-            json_object("clients", json_number(l.clients), "prompt", json_number(l.prompt), "tokens_per_second",
-                        json_number(l.tokens / l.seconds), "first_p50", percentile(&l.first, 0.5), "first_p99",
-                        percentile(&l.first, 0.99), "token_p50", percentile(&l.gaps, 0.5), "token_p99",
-                        percentile(&l.gaps, 0.99), "token_most", percentile(&l.gaps, 1), NULL);
+            json_object("clients", json_number(load.clients), "prompt", json_number(load.prompt), "tokens_per_second",
+                        json_number(load.tokens / load.seconds), "first_p50", percentile(&load.first, 0.5), "first_p99",
+                        percentile(&load.first, 0.99), "token_p50", percentile(&load.gaps, 0.5), "token_p99",
+                        percentile(&load.gaps, 0.99), "token_most", percentile(&load.gaps, 1), NULL);
         cJSON_AddItemToArray(rows, row);
         LocalBytes line = {0};
         cJSON_ArrayForEach(x, row) bytes_print(&line, line.n ? "|%.5g" : "%.5g", x->valuedouble);
@@ -359,6 +357,6 @@ static const Option bench_options[] = {
     {0}};
 const Command bench = {"bench",
                        "[MODEL]",
-                       "how fast prompts and generation are here or, with --serve, at a server",
+                       "speed of prompts and generation, here or at a server",
                        {bench_options, load_options},
                        run_bench};

@@ -23,34 +23,33 @@ static struct {
 
 /* ---- inspect: what is a model made of, and does it fit on the GPU? ---- */
 
-static const char *kind_of_tensor(const char *name) {
-    static const char *const kinds[][2] = {{"shared_experts", "mlp"},
-                                           {"experts", "experts"},
-                                           {"self_attn", "attention"},
-                                           {"mlp.", "mlp"},
-                                           {"embed_tokens", "embedding"},
-                                           {"lm_head", "head"},
-                                           {"", "rest"}};
-    int k = 0;
-    while (!strstr(name, kinds[k][0])) k++;
-    return kinds[k][1];
+/* Kinds of tensors in the order of the rows, and what is in their names: the last that is found counts. */
+enum { EXPERTS = 3, REST = 6 };
+static const char *const kinds[][2] = {
+    {"embedding", "embed_tokens"}, {"attention", "self_attn"}, {"mlp", "mlp."}, {"experts", "experts"},
+    {"mlp", "shared_experts"},     {"head", "lm_head"},        {"rest", NULL}};
+
+static int kind_of_tensor(const char *name) {
+    int kind = REST;
+    for (int k = 0; k < REST; k++)
+        if (strstr(name, kinds[k][1])) kind = k;
+    return kind;
 }
 
 /* Adds the bytes of each kind of tensor and encoding, and the number of weights. */
 static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
-    static const char *const kinds[] = {"embedding", "attention", "mlp", "experts", "head", "rest"};
     double bytes = 0, values = 0, active = 0; /* active: used by one token */
-    for (int k = 0; k < 6; k++)
+    for (int k = 0; k <= REST; k++)
         for (const Tensor *x = t->tensor; x < t->tensor + t->n; x++) {
-            const bool experts = !strcmp(kinds[k], "experts"), table = !k && m->embed.each != m->head.each;
+            const bool table = !k && m->embed.each != m->head.each;
             const double n = (double)x->values;
-            if (!x->bound || strcmp(kind_of_tensor(x->name), kinds[k])) continue;
-            LocalText name = text_print("bytes_of_%s_in_%s", kinds[k], x->encoding);
+            if (!x->bound || kind_of_tensor(x->name) != k) continue;
+            LocalText name = text_print("bytes_of_%s_in_%s", kinds[k][0], x->encoding);
             cJSON *sum = cJSON_GetObjectItemCaseSensitive(out, name);
             if (!sum) sum = cJSON_AddNumberToObject(out, name, 0);
             cJSON_SetNumberValue(sum, sum->valuedouble + (double)x->size);
             bytes += (double)x->size, values += n;
-            active += experts ? n / m->n_experts * m->top_k : table ? 0 : n;
+            active += k == EXPERTS ? n / m->n_experts * m->top_k : table ? 0 : n;
         }
     json_add(out, "weight_bytes", json_number(bytes), "parameters", json_number(values), "active_parameters",
              json_number(active), NULL);
@@ -174,40 +173,6 @@ static int run_inspect(const char *model) {
 
 /* ---- list: which models are here? ---- */
 
-typedef struct {
-    char encoding[16]; /* config.json's, or the type with the most bytes */
-    char family[40];   /* model_type */
-    bool known;        /* infer runs it */
-} Info;
-
-/* What the model at a path is. Its weights are not read, and need not be here. */
-static Info describe(const char *path) {
-    LOCAL(checkpoint_close) Checkpoint c = {0};
-    LocalJson config = NULL;
-    Error e;
-    size_t bytes[MAX_TYPES + 1] = {0}, most = 0; /* by type; the first: none */
-    Info m = {.known = checkpoint_config(&c, &config, path, &e)};
-    const char *family = json_string(config, "model_type");
-    const char *encoding = json_string(json_get(config, "quantization_config"), "quant_method");
-    if (!encoding) encoding = json_string(config, "dtype");
-    if (!encoding) encoding = json_string(config, "torch_dtype"); /* its older name */
-    for (const Tensor *one = c.tensors.tensor; one < c.tensors.tensor + c.tensors.n; one++) {
-        size_t *sum = bytes + 1 + type_of(one);
-        if ((*sum += one->size) > most) most = *sum, encoding = one->dtype;
-    }
-    snprintf(m.family, sizeof m.family, "%s", family ? family : "");
-    snprintf(m.encoding, sizeof m.encoding, "%s", encoding ? encoding : "");
-    for (char *text = m.encoding; *text; text++) *text = (char)toupper((unsigned char)*text);
-    return m;
-}
-
-/* Prints a row, which is a line, whatever the name of a folder holds. */
-static void print_model(FILE *f, const char *name, int column, const char *row) {
-    LocalBytes shown = {0};
-    bytes_shown(&shown, name, strlen(name), false);
-    print_row(f, shown.data, column, row);
-}
-
 static uint64_t counted; /* bytes of files */
 static int count_one(const char *path, const struct stat *st, int type, struct FTW *ftw) {
     counted += type == FTW_F ? (uint64_t)st->st_size : 0;
@@ -230,24 +195,48 @@ static uint64_t bytes_of_entry(const ModelEntry *m) {
     return m->complete ? m->bytes : folder_bytes(name ? folder : m->path);
 }
 
+/* What a model is. Its weights are not read, and need not be here. */
+static cJSON *describe(const ModelEntry *m) {
+    LOCAL(checkpoint_close) Checkpoint c = {0};
+    LocalJson config = NULL;
+    Error e;
+    size_t bytes[MAX_TYPES + 1] = {0}, most = 0; /* by type; the first: none */
+    const bool known = checkpoint_config(&c, &config, m->path, &e);
+    const char *family = json_string(config, "model_type");
+    const char *encoding = json_string(json_get(config, "quantization_config"), "quant_method");
+    if (!encoding) encoding = json_string(config, "dtype");
+    if (!encoding) encoding = json_string(config, "torch_dtype"); /* its older name */
+    for (const Tensor *one = c.tensors.tensor; one < c.tensors.tensor + c.tensors.n; one++) {
+        size_t *sum = bytes + 1 + type_of(one);
+        if ((*sum += one->size) > most) most = *sum, encoding = one->dtype;
+    }
+    LocalText capitals = text_print("%s", encoding ? encoding : "");
+    for (char *c = capitals; *c; c++) *c = (char)toupper((unsigned char)*c);
+    return json_object("name", json_word(m->name), "family", json_word(family ? family : ""), "bytes",
+                       json_number((double)bytes_of_entry(m)), "encoding", json_word(capitals), "supported",
+                       cJSON_CreateBool(known), "complete", cJSON_CreateBool(m->complete), "path", json_word(m->path),
+                       NULL);
+}
+
+/* Prints a model as a row or, if its path is wanted, a line, whatever the names of folders hold. */
+static void print_model(FILE *f, const char *name, const cJSON *model, bool path) {
+    const char *state = json_true(model, "complete") ? "complete" : "incomplete";
+    if (!json_true(model, "supported")) state = "not supported";
+    LocalText row = text_print("%8s %-11s %-6s %s", SIZE((uint64_t)json_get(model, "bytes")->valuedouble),
+                               json_string(model, "family"), json_string(model, "encoding"), state);
+    LocalText line = path ? text_print("%-36s %s  %s", name, row, json_string(model, "path")) : text_print("%s", name);
+    LocalBytes shown = {0};
+    bytes_shown(&shown, line, strlen(line), false);
+    path ? (void)puts(shown.data) : print_row(f, shown.data, 36, row);
+}
+
 static int run_list(const char *model) {
     LOCAL(models_free) Models here = models_list();
     Error e;
     cJSON *all = cJSON_CreateArray();
-    for (const ModelEntry *m = here.entry; m < here.entry + here.n; m++) {
-        const Info info = describe(m->path);
-        const char *state = !info.known ? "not supported" : m->complete ? "complete" : "incomplete";
-        const uint64_t bytes = bytes_of_entry(m);
-        cJSON_AddItemToArray(all, json_object("name", json_word(m->name), "family", json_word(info.family), "bytes",
-                                              json_number((double)bytes), "encoding", json_word(info.encoding),
-                                              "supported", cJSON_CreateBool(info.known), "complete",
-                                              cJSON_CreateBool(m->complete), "path", json_word(m->path), NULL));
-        LocalText row = text_print("%8s  %-11s %-7s %s", SIZE(bytes), info.family, info.encoding, state);
-        LocalText line = text_print("%-36s %s  %s", m->name, row, m->path);
-        LocalBytes shown = {0};
-        bytes_shown(&shown, line, strlen(line), false);
-        if (!given.json) isatty(STDOUT_FILENO) ? print_model(stdout, m->name, 36, row) : (void)puts(shown.data);
-    }
+    for (int i = 0; i < here.n; i++) cJSON_AddItemToArray(all, describe(here.entry + i));
+    for (const cJSON *each = given.json ? NULL : all->child; each; each = each->next)
+        print_model(stdout, json_string(each, "name"), each, !isatty(STDOUT_FILENO));
     if (!here.n && !here.unread) fputs("no model is here; infer download ORG/NAME fetches one\n", stderr);
     json_print(all, given.json);
     if (here.unread) fail(&e, NO_NETWORK, "%s; HF_HUB_CACHE chooses another cache", here.unread), die(&e);
@@ -258,12 +247,10 @@ int list_choose(const Models *here) {
     char line[64];
     int choice = 0;
     fputs("Available models:\n", stderr);
-    for (const ModelEntry *m = here->entry; m < here->entry + here->n; m++) {
-        const Info info = describe(m->path);
-        const char *problem = !info.known ? "not supported" : m->complete ? "" : "incomplete";
-        LocalText name = text_print("%3d. %s", (int)(m - here->entry) + 1, m->name);
-        LocalText row = text_print("%8s  %-7s %s", SIZE(bytes_of_entry(m)), info.encoding, problem);
-        print_model(stderr, name, 36, row);
+    for (int i = 0; i < here->n; i++) {
+        LocalJson model = describe(here->entry + i);
+        LocalText name = text_print("%3d. %s", i + 1, here->entry[i].name);
+        print_model(stderr, name, model, false);
     }
     while (!choice && isatty(STDIN_FILENO) && isatty(STDERR_FILENO)) {
         fprintf(stderr, "Select model (1-%d): ", here->n);
@@ -314,11 +301,8 @@ static int run_rm(const char *model) {
         fail(&removing, USAGE, "%s is a part of %s: infer rm %s removes all of it", path, name, name);
     if (removing.code) die(&removing);
     const uint64_t bytes = folder_bytes(folder);
-    if (isatty(STDIN_FILENO) && isatty(STDERR_FILENO)) {
-        fprintf(stderr, "Remove %s, %s? [y/N] ", name, SIZE(bytes)); /* MODEL may be a part of its name */
-        const int answer = getchar();
-        if (answer != 'y' && answer != 'Y') return FAILED;
-    }
+    LocalText question = text_print("Remove %s, %s?", name, SIZE(bytes)); /* MODEL may be a part of its name */
+    if (terminal && terminal->ask(question) == 'n') return FAILED;
     remove_folder(locks);
     remove_folder(folder);
     fprintf(stderr, "removed %s: %s freed\n", name, SIZE(bytes));
@@ -329,10 +313,7 @@ static const Option json_options[] = {{0, "json", NULL, SWITCH, &given.json, .he
 static const Option inspect_options[] = {{0, "ctx", "N", WHOLE, &given.context, 1, 1 << 24,
                                           .help = "tokens of context (as many as the model and the memory allow)"},
                                          {0}};
-const Command inspect = {"inspect",
-                         "MODEL",
-                         "what a model is made of, and whether it fits here",
-                         {json_options, inspect_options},
-                         run_inspect};
+const Command inspect = {
+    "inspect", "MODEL", "what a model is made of, and whether it fits", {json_options, inspect_options}, run_inspect};
 const Command list = {"list", "", "the models in ./models and the hub's cache", {json_options}, run_list};
 const Command rm = {"rm", "MODEL", "remove a model from the hub's cache", {NULL}, run_rm};

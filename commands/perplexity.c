@@ -9,19 +9,16 @@ static struct {
     int context, stride;
 } given;
 
-typedef struct {
-    int vocab;
-    double cost; /* sum of -log p */
-} Score;
+static Session s;
+static double cost; /* sum of -log p */
 
 static void add_cost(Stream *t, size_t position, int token, const float *logits, bool last) {
-    Score *s = t->owner;
-    if (!last) s->cost += log_sum_exp(logits, s->vocab) - (double)logits[token]; /* the last is not the text's */
+    const int vocab = s.checkpoint.model.vocab;
+    if (!last) cost += log_sum_exp(logits, vocab) - (double)logits[token]; /* the last is not the text's */
 }
 
 static int run_perplexity(const char *model) {
     Error e;
-    static Session s;
     LocalIds ids = {0};
     LocalBytes text = {0};
     if (!given.file) fail(&e, USAGE, "-f FILE is missing: the text; see infer perplexity --help"), die(&e);
@@ -35,14 +32,13 @@ static int run_perplexity(const char *model) {
     if (stride >= window)
         fail(&e, USAGE, "a stride of %d leaves tokens between windows of %d out", stride, window), die(&e);
     if (!session_load(&s, (Limits){0}, window, &e)) die(&e);
-    Score score = {.vocab = s.checkpoint.model.vocab};
     size_t scored = 1; /* nothing stands before the first token; each other counts in the first window that has it */
     for (size_t begin = 0; scored < ids.n; begin += (size_t)stride) {
         size_t n = ids.n - begin < (size_t)window ? ids.n - begin : (size_t)window;
-        if (!scheduler_score(s.scheduler, ids.data + begin, n, scored - begin, add_cost, &score, &e)) die(&e);
+        if (!scheduler_score(s.scheduler, ids.data + begin, n, scored - begin, add_cost, NULL, &e)) die(&e);
         scored = begin + n;
     }
-    double mean = score.cost / (double)(ids.n - 1);
+    double mean = cost / (double)(ids.n - 1);
     LocalText line = text_print("perplexity %.6g  nll %.8g  tokens %zu", exp(mean), mean, ids.n - 1);
     put_text(stdout, NULL, "", line);
     return DONE;

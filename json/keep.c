@@ -403,4 +403,13 @@ static bool whole(Stream *s) {
     return !state || s->rule->g.of[state].ends || state_step(&s->rule->g, state, CONTROL);
 }
 
-const Keeping json_keeping = {make, begin_to_keep, whole, drop};
+static bool keep_file(const char *path, const Session *m, const Conversation *talk, Stream *s, Error *e) {
+    cJSON *schema = json_read(path, 1 << 24, e);
+    if (!schema) return false;
+    LocalJson request = json_object("guided_json", schema, NULL);
+    Rule *rule = make(m, request, talk, false, NULL, e);
+    if (!rule) return fail(e, USAGE, "%s%s", path, e->text + begins(e->text, "guided_json"));
+    return begin_to_keep(rule, s, s->prompt), drop(rule), true;
+}
+
+const Keeping json_keeping = {make, begin_to_keep, keep_file, whole, drop};

@@ -60,6 +60,19 @@ static void bar(FILE *f, int cells, const double *part, int n) {
     }
 }
 
+/* ---- questions ---- */
+
+static int ask(const char *question) {
+    char answer[16] = "";
+    if (!isatty(STDIN_FILENO) || !isatty(STDERR_FILENO)) return 0;
+    Wrap w = wrap_on(stderr, NULL);
+    wrap_text(&w, question, strlen(question));
+    wrap_text(&w, " [y/N] ", strlen(" [y/N] ")); /* the last space waits */
+    fputc(' ', stderr);
+    bytes_free(&w.word);
+    return fgets(answer, sizeof answer, stdin) && (*answer == 'y' || *answer == 'Y') ? 'y' : 'n';
+}
+
 /* ---- progress ---- */
 
 static void progress(FILE *f, double done, const char *what) {
@@ -553,5 +566,5 @@ static int play_loop(Play *p) {
     return DONE;
 }
 
-const Terminal libedit_terminal = {play_loop,      set_answering, leave,    wrap,    refuse,
-                                   check_settings, bar,           progress, loading, reading};
+const Terminal libedit_terminal = {play_loop, set_answering, leave,    wrap,    refuse, check_settings,
+                                   ask,       bar,           progress, loading, reading};

@@ -967,7 +967,7 @@ def test_weights_that_are_something_else(folder):
 
 def test_files_that_are_no_models(folder):
     """MODEL names a file: what it is, and what would be one."""
-    needs("commands", "encodings")
+    needs("encodings", "terminal")
     files = {"README.md": b"# Model", "pytorch_model.bin": b"PK\3\4" + bytes(100), "old.pt": b"\x80\2" + bytes(100), "empty": b"",
              "page.html": b"<!doctype html>", "model": b"GGUF" + bytes(100), "pointer": b"version https://git-lfs", "a.gguf": b"# Model" * 9}
     for name, content in files.items():

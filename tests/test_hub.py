@@ -185,7 +185,7 @@ def test_arguments(folder):
                   ("https://huggingface.co/org/model/blob/main/config.json?download=true", "main"),
                   ("https://huggingface.co/org/model/tree/refs%2Fpr%2F1", "refs/pr/1"),
                   ("https://huggingface.co/org/model/discussions/7", "main")]
-        accepted += pasted * has("commands")
+        accepted += pasted * has("terminal")
         for i, (argument, ref) in enumerate(accepted):
             home = folder / str(i)
             infer("download", argument, env=env_of(hub, home))
@@ -681,7 +681,7 @@ def test_unreadable_cache(folder):
 
 def test_list_tells_what_has_arrived(folder):
     """Of a download that was interrupted, all its bytes; rm says how many it frees, and asks first in a terminal."""
-    needs("commands")
+    needs("commands", "terminal")
     with FakeHub({**SMALL, WEIGHTS: big_file()}) as hub:
         env = env_of(hub, folder)
         hub.rate = 8e6
@@ -971,6 +971,7 @@ def test_terminal(folder):
 
 def test_offer(folder):
     """A MODEL that is not here is offered for download where somebody can answer."""
+    needs("terminal")
     with FakeHub(SMALL) as hub:
         with in_terminal(hub, folder, *ASK) as t:
             t.wait("Download it? [y/N] ")

@@ -294,7 +294,7 @@ def test_wrong_models(folder):
 
 def test_words_of_other_programs():
     """They are named with what they mean here, and so are slips; nothing far-fetched is."""
-    needs("commands")
+    needs("commands", "terminal")
     home = copy_model(PARROT, HOME, name="slips/models/parrot").parent.parent
     each([("run", ["run", "x"], "infer play?"), ("pull", ["pull", "x"], "infer download?"), ("ls", ["ls"], "infer list?"),
           ("delete", ["delete"], "infer rm?"), ("swapped", ["downlaod"], "infer download?"), ("begun", ["tok"], "infer tokenize?"),
@@ -1466,7 +1466,7 @@ def test_model_list_and_selector(folder):
         return
     with Terminal("play", *GREEDY, cwd=work, HOME=home) as t:
         shown = t.wait("Select model (1-2): ")
-        lines = [rf" +{i}\. {name} +774 kB +MXFP4 *\n" for i, name in ((1, "models/tiny"), (2, "org/parrot"))]
+        lines = [rf" +{i}\. {name} +774 kB +gpt_oss +MXFP4 +complete\n" for i, name in ((1, "models/tiny"), (2, "org/parrot"))]
         expect(re.search("Available models:\n" + "".join(lines), shown), f"shown {shown!r}")
         for wrong in ("0", "3", "-1", "x", "", "1x", "1.5", "99999999999999999999", "1 2"):
             t.send(wrong + "\n")

@@ -82,5 +82,4 @@ static bool refuse_file(const char *path, Error *e) {
                 kind ? kind : "an unknown file", containers[1] ? ", or a file NAME.gguf" : "");
 }
 
-extern int list_choose(const Models *here);
-const Hints user_hints = {list_choose, meant, repository_of, refuse_file};
+const Hints user_hints = {meant, repository_of, refuse_file};
