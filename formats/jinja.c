@@ -1,8 +1,9 @@
-/* jinja.c: an interpreter of the Jinja that chat templates use (jinja.palletsprojects.com/templates): a lexer, a parser
- * to a tree, and an evaluator. Values are what JSON has, with Python's meaning: whole numbers apart from others, texts
- * by code points. Each byte of a text knows whether the template wrote it or it came from outside, and whatever is done
- * to a text keeps that. A template is as hostile as any file: steps, depth and bytes are bounded. All memory is taken
- * from an arena, so an error may leave by longjmp. Refused: recursive loops, inheritance, includes, HTML. */
+/* jinja.c: an interpreter of the Jinja that chat templates use (jinja.palletsprojects.com/templates). A parser makes a
+ * tree of few kinds of nodes, and an evaluator walks it. Operators, filters, tests and methods are all functions: some
+ * of them in C, the others, in `prelude`, in Jinja itself. Values are what JSON has, with Python's meaning. A text is
+ * an array of code points, each of which knows whether the template wrote it or it came from outside, so whatever is
+ * done to a text keeps that. A template is as hostile as any file: steps, depth and bytes are bounded. All memory is
+ * taken from an arena, so an error may leave by longjmp. Refused: recursive loops, inheritance, includes, HTML. */
 #include "jinja.h"
 
 #include <ctype.h>
@@ -15,7 +16,53 @@
 #include <string.h>
 #include <utf8proc.h>
 
-enum { MOST_BYTES = 1 << 28, MOST_STEPS = 50000000, MOST_DEPTH = 250, MOST_RANGE = 100000, CHUNK = 1 << 16 };
+enum { MOST_BYTES = 1 << 28, MOST_STACK = 1 << 19, MOST_RANGE = 100000, CHUNK = 1 << 16 };
+
+/* Kinds of values. VIEW: the keys, values or items of a mapping. STREAM: what filters such as map return, which can be
+ * read once. SPACE: a namespace. */
+enum { UNDEFINED, NONE, BOOL, WHOLE, REAL, TEXT, LIST, TUPLE, RANGE, VIEW, STREAM, MAP, SPACE, LOOP, FUNCTION };
+static const char *const kinds[] = {"undefined", "None", "bool",      "int",  "float",     "str",  "list",    "tuple",
+                                    "range",     "view", "generator", "dict", "namespace", "loop", "function"};
+
+typedef uint32_t Char; /* a code point and, if the template wrote it, OWN */
+enum { OWN = 1 << 30, POINT = OWN - 1 };
+
+typedef struct Function Function;
+typedef struct List List;
+typedef struct {
+    int kind;
+    bool own; /* of a number: the template wrote or computed it */
+    union {
+        struct {
+            int64_t whole;      /* BOOL, too */
+            const char *digits; /* of one that needs more than 64 bits; else NULL */
+        };
+        double real;
+        struct { /* a text, or the name of what is undefined */
+            const Char *at;
+            size_t n;
+        };
+        List *list;
+        Function *function;
+    };
+} Value;
+
+struct List { /* of a mapping, namespace or loop: a key, its value, the next key, ... */
+    Value *item;
+    size_t n, room;
+    const char *shown; /* how Python names a view or a range; "group" of a tuple that groupby made */
+};
+
+typedef struct { /* a text that grows */
+    Char *at;
+    size_t n, room;
+} Buffer;
+
+typedef struct Scope Scope;
+struct Scope { /* variables: names and values in turn */
+    List names;
+    const Scope *outer;
+};
 
 /* ---- memory and errors ---- */
 
@@ -25,22 +72,20 @@ struct Chunk {
     max_align_t data[];
 };
 
-typedef struct Buffer Buffer;
-/* Names that mean something of themselves, the first ones of a template's. */
-enum { LOOP_NAME, CALLER, VARARGS, KWARGS, FIXED_NAMES };
-static const char *const fixed_names[] = {"loop", "caller", "varargs", "kwargs"};
 typedef struct { /* a template that is being parsed or rendered */
     Chunk *chunks;
     char *free; /* `left` bytes of the first chunk */
     size_t left, bytes;
-    int64_t steps;
-    int line, depth;
-    int code;    /* of an error */
-    Buffer *out; /* what the template writes goes here */
-    const struct tm *now;
-    const char *const *names; /* of the template: each is one pointer wherever it stands */
-    jmp_buf failed;
+    int64_t steps, most_steps;
+    char *stack;    /* where it began */
+    int line, code; /* code: of an error */
     Error *e;
+    jmp_buf failed;
+    const List *builtins; /* by name */
+    Buffer *out;          /* what the template writes goes here, */
+    List *yielded;        /* what a list of the prelude gets */
+    Value result;         /* what a function of the prelude returns */
+    const struct tm *now;
 } Work;
 
 __attribute__((noreturn, format(printf, 2, 3))) static void wrong(Work *w, const char *format, ...) {
@@ -53,16 +98,18 @@ __attribute__((noreturn, format(printf, 2, 3))) static void wrong(Work *w, const
     longjmp(w->failed, 1);
 }
 
-/* Counts work that grows with n bytes or values. */
+/* Counts work that grows with n code points or values. Whatever nests comes here, so this looks at the stack, too. */
 static void spend(Work *w, size_t n) {
+    if (w->stack - (char *)__builtin_frame_address(0) > MOST_STACK) wrong(w, "it nests too deep");
     w->steps += 1 + (int64_t)(n / 16);
-    if (w->steps > MOST_STEPS) wrong(w, "it takes more than %d steps", MOST_STEPS);
+    if (w->steps > w->most_steps) wrong(w, "it takes more than %lld steps", (long long)w->most_steps);
 }
 
 static void *take(Work *w, size_t n) {
     n = (n + sizeof(max_align_t) - 1) & ~(sizeof(max_align_t) - 1);
     if (n > MOST_BYTES - w->bytes) wrong(w, "it takes more than %d bytes", MOST_BYTES);
     w->bytes += n;
+    spend(w, n / 16);
     if (n > w->left) {
         const size_t size = n > CHUNK ? n : CHUNK;
         Chunk *chunk = allocate(sizeof *chunk + size);
@@ -84,257 +131,91 @@ static void release(Chunk *chunks) {
     }
 }
 
-static void enter(Work *w) {
-    if (++w->depth > MOST_DEPTH) wrong(w, "it nests more than %d deep", MOST_DEPTH);
-}
-
-static void leave(Work *w) { w->depth--; }
-
-/* ---- values ---- */
-
-typedef enum {
-    MISSING, /* an argument that was not given */
-    UNDEFINED,
-    NONE,
-    BOOL,
-    WHOLE,
-    REAL,
-    TEXT,
-    LIST,
-    TUPLE,
-    STREAM, /* what filters such as map return: it can be read once */
-    VIEW,   /* a range, or the keys, values or items of a mapping */
-    MAP,
-    SPACE, /* a namespace */
-    LOOP,
-    FUNCTION
-} Kind;
-
-typedef struct Value Value;
-typedef struct { /* List.view: what Python calls a view, or "group" of a tuple of groupby */
-    Value *item;
-    size_t n, room;
-    const char *view;
-} List;
-typedef struct {
-    List key, value;
-} Dict;
-typedef struct Function Function;
-typedef struct Loop Loop;
-
-struct Value {
-    Kind kind;
-    bool own; /* of a number: the template wrote or computed it. Of a text each byte knows that */
-    union {
-        struct {
-            int64_t whole;      /* BOOL, too */
-            const char *digits; /* of one that needs more than 64 bits; else NULL */
-        };
-        double real;
-        struct {
-            const char *data, *by; /* (n) bytes, and for each: 1, the template wrote it */
-            size_t n;
-        };
-        const char *name; /* of what is undefined, for the error */
-        List *list;
-        Dict *map;
-        Function *function;
-        Loop *loop;
-    };
-};
-
-struct Buffer { /* a text that grows */
-    char *data, *by;
-    size_t n, room;
-};
-
-static const Value missing, none = {NONE, true, {{0, NULL}}};
-static Value undefined(const char *name) { return (Value){UNDEFINED, .name = name}; }
-static Value boolean(bool b) { return (Value){BOOL, true, .whole = b, .digits = NULL}; }
-static Value whole(int64_t n) { return (Value){WHOLE, true, .whole = n, .digits = NULL}; }
-static Value real(double x) { return (Value){REAL, true, .real = x}; }
-static Value of_list(Kind kind, List *list) { return (Value){kind, .list = list}; }
-static Value text_of(const Buffer *b) {
-    return (Value){TEXT, .data = b->n ? b->data : "", .by = b->n ? b->by : "", .n = b->n};
-}
-static Value part_of(Value text, size_t from, size_t n) {
-    return (Value){TEXT, .data = text.data + from, .by = text.by + from, .n = n};
-}
-static bool is_list(Value v) { return v.kind >= LIST && v.kind <= VIEW; }
-static bool is_number(Value v) { return v.kind >= BOOL && v.kind <= REAL; }
-static bool is_text(Value v, const char *text) {
-    return v.kind == TEXT && v.n == strlen(text) && !memcmp(v.data, text, v.n);
-}
-
-static const char *kind_name(Value v) {
-    static const char *const names[] = {"nothing",   "undefined", "None",      "bool",  "int",
-                                        "float",     "str",       "list",      "tuple", "generator",
-                                        "dict view", "dict",      "namespace", "loop",  "function"};
-    return names[v.kind];
-}
-
-static char *reserve(Work *w, Buffer *b, size_t n) {
-    if (b->n + n > b->room || !b->data) {
-        const size_t room = b->n + n > 2 * b->room ? b->n + n : 2 * b->room;
-        char *data = take(w, 2 * room);
-        if (b->n) memcpy(data, b->data, b->n), memcpy(data + room, b->by, b->n);
-        *b = (Buffer){data, data + room, b->n, room};
-    }
-    return b->data + b->n;
-}
-
-static void put_bytes(Work *w, Buffer *b, const char *data, size_t n, bool own) {
-    if (n) memcpy(reserve(w, b, n), data, n), memset(b->by + b->n, own, n);
-    b->n += n;
-}
-
-static void put(Work *w, Buffer *b, Value text) {
-    if (text.n) memcpy(reserve(w, b, text.n), text.data, text.n), memcpy(b->by + b->n, text.by, text.n);
-    b->n += text.n;
-}
-
-static void put_own(Work *w, Buffer *b, const char *text) { put_bytes(w, b, text, strlen(text), true); }
-
-static Value text_from(Work *w, const char *data, size_t n, bool own) {
-    Buffer b = {0};
-    reserve(w, &b, n);
-    put_bytes(w, &b, data, n, own);
-    return text_of(&b);
-}
-
-static char *c_text(Work *w, Value text) { /* NUL-terminated, for messages and numbers */
-    char *s = take(w, text.n + 1);
-    memcpy(s, text.data, text.n);
-    s[text.n] = 0;
-    return s;
-}
-
-static List *new_list(Work *w, size_t room) {
-    List *list = take(w, sizeof *list);
-    *list = (List){.item = take(w, room * sizeof(Value)), .room = room};
-    return list;
-}
-
-static void push(Work *w, List *list, Value v) {
-    if (list->n == list->room) {
-        Value *item = take(w, (2 * list->n + 4) * sizeof *item);
-        if (list->n) memcpy(item, list->item, list->n * sizeof *item);
-        list->item = item;
-        list->room = 2 * list->n + 4;
-    }
-    list->item[list->n++] = v;
-}
-
-static Value pair_of(Work *w, Value a, Value b) {
-    List *pair = new_list(w, 2);
-    push(w, pair, a), push(w, pair, b);
-    return of_list(TUPLE, pair);
-}
-
-static Value new_map(Work *w, Kind kind) {
-    Dict *map = take(w, sizeof *map);
-    *map = (Dict){0};
-    return (Value){kind, .map = map};
-}
-
-static bool equal(Work *w, Value a, Value b);
-
-static Value *map_find(Work *w, const Dict *map, Value key) {
-    spend(w, map->key.n);
-    for (size_t i = 0; i < map->key.n; i++)
-        if (equal(w, map->key.item[i], key)) return map->value.item + i;
-    return NULL;
-}
-
-static void map_set(Work *w, Dict *map, Value key, Value value) {
-    if (is_list(key) || key.kind == MAP) wrong(w, "a %s cannot be a key", kind_name(key));
-    Value *known = map_find(w, map, key);
-    if (known)
-        *known = value;
-    else
-        push(w, &map->key, key), push(w, &map->value, value);
-}
-
-static double number_of(Value v) {
-    return v.kind == REAL ? v.real : v.digits ? strtod(v.digits, NULL) : (double)v.whole;
-}
-
-static size_t length_of(Value v) { return v.kind == TEXT ? v.n : v.kind == MAP ? v.map->key.n : v.list->n; }
-
-static bool truth(Value v) {
-    if (v.kind <= NONE) return false;
-    if (is_number(v)) return number_of(v) != 0;
-    return v.kind == STREAM || v.kind > MAP || length_of(v);
-}
-
-static bool equal(Work *w, Value a, Value b) {
-    if (a.kind == TEXT && b.kind == TEXT) return a.n == b.n && !memcmp(a.data, b.data, a.n);
-    if (is_number(a) && is_number(b)) {
-        if (a.kind == REAL || b.kind == REAL) return number_of(a) == number_of(b);
-        return a.digits || b.digits ? same(a.digits, b.digits) : a.whole == b.whole;
-    }
-    if (a.kind != b.kind) return false;
-    if (a.kind == UNDEFINED || a.kind == NONE) return true;
-    if (!is_list(a) && a.kind != MAP) return a.map == b.map;
-    bool same_values = a.kind == MAP ? a.map->key.n == b.map->key.n : a.list->n == b.list->n;
-    enter(w);
-    for (size_t i = 0; same_values && i < (a.kind == MAP ? a.map->key.n : a.list->n); i++) {
-        spend(w, 0);
-        const Value *other = a.kind == MAP ? map_find(w, b.map, a.map->key.item[i]) : b.list->item + i;
-        same_values = other && equal(w, a.kind == MAP ? a.map->value.item[i] : a.list->item[i], *other);
-    }
-    leave(w);
-    return same_values;
-}
-
-/* < 0, 0, > 0. Bytes of UTF-8 stand in the order of code points. */
-static int compare(Work *w, Value a, Value b) {
-    spend(w, a.kind == TEXT ? a.n : 0);
-    if (is_number(a) && is_number(b)) {
-        if (a.kind != REAL && b.kind != REAL && !a.digits && !b.digits)
-            return (a.whole > b.whole) - (a.whole < b.whole);
-        return (number_of(a) > number_of(b)) - (number_of(a) < number_of(b));
-    }
-    if (a.kind == TEXT && b.kind == TEXT) {
-        const int order = memcmp(a.data, b.data, a.n < b.n ? a.n : b.n);
-        return order ? order : (a.n > b.n) - (a.n < b.n);
-    }
-    if (a.kind != b.kind || (a.kind != LIST && a.kind != TUPLE))
-        wrong(w, "'%s' and '%s' cannot be ordered", kind_name(a), kind_name(b));
-    enter(w);
-    size_t i = 0;
-    while (i < a.list->n && i < b.list->n && equal(w, a.list->item[i], b.list->item[i])) i++;
-    const bool ended = i == a.list->n || i == b.list->n;
-    const int order =
-        ended ? (a.list->n > b.list->n) - (a.list->n < b.list->n) : compare(w, a.list->item[i], b.list->item[i]);
-    leave(w);
-    return order;
+/* n items of `size` bytes with room for more. */
+static void *grown(Work *w, void *items, size_t n, size_t more, size_t *room, size_t size) {
+    if (n + more <= *room) return items;
+    *room = n + more > 2 * n ? n + more : 2 * n;
+    void *moved = take(w, *room * size);
+    return n ? memcpy(moved, items, n * size) : moved;
 }
 
 /* ---- texts ---- */
 
-static size_t char_length(Value text, size_t at) {
-    const unsigned char c = (unsigned char)text.data[at];
-    return c < 0x80 ? 1 : c < 0xE0 ? 2 : c < 0xF0 ? 3 : 4;
+static void reserve(Work *w, Buffer *b, size_t n) { b->at = grown(w, b->at, b->n, n, &b->room, sizeof *b->at); }
+
+static void put_char(Work *w, Buffer *b, Char c) {
+    reserve(w, b, 1);
+    b->at[b->n++] = c;
 }
 
-static int32_t char_at(Value text, size_t at) {
-    uint32_t c = 0;
-    utf8_decode(text.data + at, text.n - at, &c);
-    return (int32_t)c;
+static void put(Work *w, Buffer *b, Value text) {
+    reserve(w, b, text.n);
+    if (text.n) memcpy(b->at + b->n, text.at, text.n * sizeof *text.at);
+    b->n += text.n;
 }
 
-static size_t char_before(Value text, size_t end) {
-    do end--;
-    while (end && (text.data[end] & 0xC0) == 0x80);
-    return end;
+static void put_bytes(Work *w, Buffer *b, const char *s, size_t n, bool own) {
+    reserve(w, b, n);
+    for (uint32_t c = 0, length; n; s += length, n -= length) {
+        length = (uint32_t)abs(utf8_decode(s, n, &c));
+        b->at[b->n++] = c | (own ? OWN : 0);
+    }
 }
 
-static size_t count_chars(Work *w, Value text) {
+static Value text_of(const Buffer *b) {
+    static const Char nothing;
+    return (Value){TEXT, .at = b->n ? b->at : &nothing, .n = b->n};
+}
+
+static Value text_from(Work *w, const char *s, size_t n, bool own) {
+    Buffer b = {0};
+    put_bytes(w, &b, s, n, own);
+    return text_of(&b);
+}
+
+static Value text(Work *w, const char *s) { return text_from(w, s, strlen(s), true); }
+static void put_text(Work *w, Buffer *b, const char *s) { put_bytes(w, b, s, strlen(s), true); }
+static Value part(Value text, size_t from, size_t n) { return (Value){TEXT, .at = text.at + from, .n = n}; }
+
+static size_t encode(Value text, char *out) {
     size_t n = 0;
-    spend(w, text.n);
-    for (size_t i = 0; i < text.n; i++) n += (text.data[i] & 0xC0) != 0x80;
+    for (size_t i = 0; i < text.n; i++)
+        n += (size_t)utf8proc_encode_char((int32_t)(text.at[i] & POINT), (utf8proc_uint8_t *)out + n);
     return n;
+}
+
+static char *c_text(Work *w, Value text) { /* as UTF-8, for messages, numbers and formats */
+    char *s = take(w, 4 * text.n + 1);
+    s[encode(text, s)] = 0;
+    return s;
+}
+
+/* A code point, or 0 behind the end. */
+static int32_t point(Value text, size_t i) { return i < text.n ? (int32_t)(text.at[i] & POINT) : 0; }
+
+static bool one_of(int32_t c, const char *chars) { return c > 0 && c < 128 && strchr(chars, c); }
+
+static bool is_text(Value v, const char *s) {
+    size_t i = 0;
+    while (v.kind == TEXT && i < v.n && point(v, i) == s[i]) i++;
+    return v.kind == TEXT && i == v.n && !s[i];
+}
+
+static bool stands_at(Value text, size_t from, Value part) {
+    size_t i = 0;
+    while (i < part.n && !((text.at[from + i] ^ part.at[i]) & POINT)) i++;
+    return i == part.n;
+}
+
+/* Where `part` begins in the text from `from` on, or SIZE_MAX. */
+static size_t find(Work *w, Value text, Value part, size_t from) {
+    spend(w, text.n - from);
+    for (; from + part.n <= text.n; from++) {
+        if (part.n && point(text, from) != point(part, 0)) continue;
+        spend(w, part.n);
+        if (stands_at(text, from, part)) return from;
+    }
+    return SIZE_MAX;
 }
 
 /* White space as Python's str.strip() defines it. */
@@ -343,93 +224,143 @@ static bool is_space(int32_t c) {
            (c >= 0x85 && (c == 0x85 || *utf8proc_category_string(c) == 'Z'));
 }
 
-/* The offset of `part` in the text from `from` on, or SIZE_MAX. */
-static size_t find(Work *w, Value text, Value part, size_t from) {
-    if (from > text.n) return SIZE_MAX;
-    spend(w, text.n - from);
-    if (!part.n) return from;
-    const char *at = memmem(text.data + from, text.n - from, part.data, part.n);
-    return at ? (size_t)(at - text.data) : SIZE_MAX;
+/* ---- values ---- */
+
+static const Value none = {NONE, true, {{0, NULL}}};
+static Value boolean(bool b) { return (Value){BOOL, true, .whole = b, .digits = NULL}; }
+static Value whole(int64_t n) { return (Value){WHOLE, true, .whole = n, .digits = NULL}; }
+static Value real(double x) { return (Value){REAL, true, .real = x}; }
+static Value of_list(int kind, List *list) { return (Value){kind, .list = list}; }
+static Value undefined(Value name) { return (Value){UNDEFINED, .at = name.at, .n = name.n}; }
+static bool is_list(Value v) { return v.kind >= LIST && v.kind <= STREAM; }
+static bool is_number(Value v) { return v.kind >= BOOL && v.kind <= REAL; }
+
+static List *new_list(Work *w) {
+    List *list = take(w, sizeof *list);
+    *list = (List){0};
+    return list;
 }
 
-static size_t find_last(Work *w, Value text, Value part, size_t end) {
-    spend(w, text.n + part.n);
-    for (size_t i = end >= part.n ? end - part.n + 1 : 0; i--;)
-        if (!memcmp(text.data + i, part.data, part.n)) return i;
-    return SIZE_MAX;
+static void push(Work *w, List *list, Value v) {
+    list->item = grown(w, list->item, list->n, 1, &list->room, sizeof v);
+    list->item[list->n++] = v;
 }
 
-enum { LEFT = 1, RIGHT = 2 };
-/* Without white space, or without the characters of `chars`, at its ends. */
-static Value strip(Work *w, Value text, Value chars, int sides) {
-    size_t begin = 0, end = text.n;
-    const bool white = chars.kind != TEXT;
-    spend(w, text.n);
-    while (sides & LEFT && begin < end) {
-        const size_t n = char_length(text, begin);
-        if (white ? !is_space(char_at(text, begin)) : find(w, chars, part_of(text, begin, n), 0) == SIZE_MAX) break;
-        begin += n;
+static Value pair_of(Work *w, Value a, Value b) {
+    List *pair = new_list(w);
+    push(w, pair, a), push(w, pair, b);
+    return of_list(TUPLE, pair);
+}
+
+static double number_of(Value v) {
+    return v.kind == REAL ? v.real : v.digits ? strtod(v.digits, NULL) : (double)v.whole;
+}
+
+static size_t length_of(Value v) { return v.kind == TEXT ? v.n : v.kind == MAP ? v.list->n / 2 : v.list->n; }
+
+static bool truth(Value v) {
+    if (v.kind <= NONE) return false;
+    if (is_number(v)) return number_of(v) != 0;
+    return v.kind == STREAM || v.kind > MAP || length_of(v);
+}
+
+static Value *map_find(Work *w, const List *map, Value key);
+
+/* 0: they are equal. Else < 0 or > 0 or, if there is no order, an error if it is asked for. */
+static int compare(Work *w, Value a, Value b, bool order) {
+    int result = 0;
+    spend(w, a.kind == TEXT ? a.n : 0);
+    if (is_number(a) && is_number(b)) {
+        if (a.kind == REAL || b.kind == REAL || (order && (a.digits || b.digits)))
+            return (number_of(a) > number_of(b)) - (number_of(a) < number_of(b));
+        if (a.digits || b.digits) return !same(a.digits, b.digits);
+        return (a.whole > b.whole) - (a.whole < b.whole);
     }
-    while (sides & RIGHT && begin < end) {
-        const size_t at = char_before(text, end);
-        if (white ? !is_space(char_at(text, at)) : find(w, chars, part_of(text, at, end - at), 0) == SIZE_MAX) break;
-        end = at;
+    if (order && (a.kind != b.kind || a.kind < TEXT || a.kind > TUPLE))
+        wrong(w, "'%s' and '%s' cannot be ordered", kinds[a.kind], kinds[b.kind]);
+    if (a.kind != b.kind || a.kind <= NONE) return a.kind != b.kind;
+    if (a.kind > MAP) return a.list != b.list;
+    const size_t n = length_of(a), m = length_of(b);
+    if (!order && n != m) return 1;
+    for (size_t i = 0; i < n && i < m && !result; i++) {
+        if (a.kind == TEXT) {
+            result = point(a, i) - point(b, i);
+        } else if (a.kind == MAP) {
+            const Value *other = map_find(w, b.list, a.list->item[2 * i]);
+            result = !other || compare(w, a.list->item[2 * i + 1], *other, false);
+        } else {
+            result = compare(w, a.list->item[i], b.list->item[i], false);
+            if (result && order) result = compare(w, a.list->item[i], b.list->item[i], true);
+        }
     }
-    return part_of(text, begin, end - begin);
+    return result ? result : (n > m) - (n < m);
 }
 
-static void put_char(Work *w, Buffer *b, int32_t c, bool own) {
-    unsigned char bytes[4];
-    put_bytes(w, b, (char *)bytes, (size_t)utf8proc_encode_char(c, bytes), own);
+static bool equal(Work *w, Value a, Value b) {
+    if (a.kind == TEXT && b.kind == TEXT) return a.n == b.n && stands_at(a, 0, b);
+    return !compare(w, a, b, false);
 }
 
-/* Which letters become large: all, none, the first, the first of a word, where words are what is not a letter apart
- * (Python) or what stands behind white space or one of -({[< (jinja2). */
-typedef enum { UPPER, LOWER, CAPITALIZED, TITLE, WORDS } Case;
-static Value with_case(Work *w, Value text, Case to) {
-    Buffer b = {0};
-    bool begins_word = true;
-    spend(w, text.n);
-    reserve(w, &b, text.n);
-    for (size_t i = 0, n; i < text.n; i += n) {
-        n = char_length(text, i);
-        const int32_t c = char_at(text, i);
-        const bool large = to == UPPER || (to != LOWER && begins_word);
-        const int32_t other = large ? utf8proc_toupper(c) : utf8proc_tolower(c);
-        const bool cased = utf8proc_toupper(c) != c || utf8proc_tolower(c) != c;
-        if (large && c == 0xDF)
-            put_bytes(w, &b, to == UPPER ? "SS" : "Ss", 2, text.by[i]);
-        else if (other == c)
-            put(w, &b, part_of(text, i, n));
-        else
-            put_char(w, &b, other, text.by[i]);
-        begins_word = to == TITLE ? !cased : to == WORDS ? is_space(c) || (c < 128 && strchr("-({[<", c)) : false;
-    }
-    return text_of(&b);
+static Value *map_find(Work *w, const List *map, Value key) {
+    spend(w, map->n);
+    for (size_t i = 0; i < map->n; i += 2)
+        if (equal(w, map->item[i], key)) return map->item + i + 1;
+    return NULL;
 }
 
-static Value replace(Work *w, Value text, Value old, Value new, int64_t most) {
-    Buffer b = {0};
-    size_t from = 0;
-    reserve(w, &b, text.n);
-    while (most-- && from <= text.n) {
-        size_t at = find(w, text, old, from), next = at + old.n;
-        if (at == SIZE_MAX) break;
-        put(w, &b, part_of(text, from, at - from));
-        put(w, &b, new);
-        if (!old.n && at == text.n) return text_of(&b);
-        if (!old.n) next += char_length(text, at), put(w, &b, part_of(text, at, next - at));
-        from = next;
+static void map_set(Work *w, List *map, Value key, Value value) {
+    if (key.kind >= LIST && key.kind != TUPLE) wrong(w, "a %s cannot be a key", kinds[key.kind]);
+    Value *known = map_find(w, map, key);
+    if (known)
+        *known = value;
+    else
+        push(w, map, key), push(w, map, value);
+}
+
+/* The values that a loop over v sees; not to be changed. A stream gives them once. */
+static List *items_of(Work *w, Value v) {
+    List *list = new_list(w);
+    if (v.kind == TEXT) {
+        for (size_t i = 0; i < v.n; i++) push(w, list, part(v, i, 1));
+    } else if (v.kind == MAP) {
+        for (size_t i = 0; i < v.list->n; i += 2) push(w, list, v.list->item[i]);
+    } else if (is_list(v)) {
+        *list = (List){.item = v.list->item, .n = v.list->n, .room = v.list->n};
+        if (v.kind == STREAM) v.list->n = 0;
+    } else if (v.kind != UNDEFINED) {
+        wrong(w, "a value of kind %s cannot be iterated", kinds[v.kind]);
     }
-    put(w, &b, part_of(text, from, text.n - from));
-    return text_of(&b);
+    return list;
+}
+
+static List *pairs_of(Work *w, const List *map) {
+    List *list = new_list(w);
+    for (size_t i = 0; i < map->n; i += 2) push(w, list, pair_of(w, map->item[i], map->item[i + 1]));
+    return list;
+}
+
+/* Sorts pairs by their first values; equal ones keep their order. */
+static void sort(Work *w, List *pairs, bool down) {
+    for (size_t i = 0, low, high; i < pairs->n; i++) {
+        const Value moved = pairs->item[i];
+        for (low = 0, high = i; low < high;) {
+            const size_t middle = (low + high) / 2;
+            const int order = compare(w, *moved.list->item, *pairs->item[middle].list->item, true);
+            if (down ? order > 0 : order < 0)
+                high = middle;
+            else
+                low = middle + 1;
+        }
+        spend(w, i - low);
+        memmove(pairs->item + low + 1, pairs->item + low, (i - low) * sizeof moved);
+        pairs->item[low] = moved;
+    }
 }
 
 /* ---- JSON to values, values to Python's texts and to JSON ---- */
 
 static Value from_json(Work *w, const cJSON *json, bool own) {
     static const char roles[] = "system developer user assistant tool";
-    spend(w, 0);
     if (cJSON_IsString(json)) {
         const char *s = json->valuestring;
         const bool role = json->string && !strcmp(json->string, "role") && text_listed(roles, s);
@@ -446,441 +377,274 @@ static Value from_json(Work *w, const cJSON *json, bool own) {
     }
     if (cJSON_IsBool(json)) return (Value){BOOL, own, .whole = cJSON_IsTrue(json), .digits = NULL};
     if (!cJSON_IsObject(json) && !cJSON_IsArray(json)) return none;
-    Value map = new_map(w, MAP);
-    List *list = new_list(w, 0);
     const cJSON *each;
-    enter(w);
+    List *list = new_list(w);
     cJSON_ArrayForEach(each, json) {
-        push(w, cJSON_IsArray(json) ? list : &map.map->value, from_json(w, each, own));
-        if (cJSON_IsObject(json)) push(w, &map.map->key, text_from(w, each->string, strlen(each->string), own));
+        if (cJSON_IsObject(json)) push(w, list, text_from(w, each->string, strlen(each->string), own));
+        push(w, list, from_json(w, each, own));
     }
-    leave(w);
-    return cJSON_IsArray(json) ? of_list(LIST, list) : map;
+    return of_list(cJSON_IsObject(json) ? MAP : LIST, list);
 }
+
+typedef struct { /* how values are written */
+    bool json, ascii, sorted;
+    Value comma, colon, indent; /* indent: what a level adds, or none */
+} Style;
 
 /* The shortest digits that give x again, as Python's repr(). */
-static void put_real(Work *w, Buffer *b, double x, bool own, bool json) {
-    char text[40], digits[40];
-    int precision = 0, exponent;
-    if (!isfinite(x)) {
-        const char *name = isnan(x) ? (json ? "NaN" : "nan") : json ? "Infinity" : "inf";
-        put_bytes(w, b, "-", x < 0, own), put_bytes(w, b, name, strlen(name), own);
-        return;
-    }
-    do snprintf(text, sizeof text, "%.*e", precision, x);
-    while (strtod(text, NULL) != x && ++precision < 17);
-    exponent = atoi(strchr(text, 'e') + 1);
-    if (exponent >= -4 && exponent < 16) {
-        const int decimals = precision > exponent ? precision - exponent : 0;
-        snprintf(text, sizeof text, "%.*f%s", decimals, x, decimals ? "" : ".0");
-    } else {
-        snprintf(digits, sizeof digits, "%.*e", precision, x);
-        memcpy(text, digits, sizeof text);
-    }
-    put_bytes(w, b, text, strlen(text), own);
-}
-
-static void put_number(Work *w, Buffer *b, Value v, bool json) {
-    char text[24];
-    if (v.kind == REAL) {
-        put_real(w, b, v.real, v.own, json);
-        return;
-    }
-    snprintf(text, sizeof text, "%lld", (long long)v.whole);
-    const char *shown = v.kind == BOOL ? (json      ? (v.whole ? "true" : "false")
-                                          : v.whole ? "True"
-                                                    : "False")
-                                       : (v.digits ? v.digits : text);
-    put_bytes(w, b, shown, strlen(shown), v.own);
-}
-
-static bool is_printable(int32_t c) {
-    const char *category = utf8proc_category_string(c);
-    return c == ' ' || (*category != 'C' && *category != 'Z');
+static void put_real(Work *w, Buffer *b, Value v, bool json) {
+    char digits[40];
+    int precision = 0;
+    do snprintf(digits, sizeof digits, "%.*e", precision, v.real);
+    while (strtod(digits, NULL) != v.real && ++precision < 17);
+    const char *exponent = strchr(digits, 'e');
+    const int power = exponent ? atoi(exponent + 1) : 0, decimals = precision > power ? precision - power : 0;
+    if (exponent && power >= -4 && power < 16)
+        snprintf(digits, sizeof digits, decimals ? "%.*f" : "%.*f.0", decimals, v.real);
+    if (!exponent && json) /* inf, nan */
+        snprintf(digits, sizeof digits, "%s", isnan(v.real) ? "NaN" : v.real < 0 ? "-Infinity" : "Infinity");
+    put_bytes(w, b, digits, strlen(digits), v.own);
 }
 
 /* A text between quotes: as JSON, or as Python's repr(). */
-static void put_quoted(Work *w, Buffer *b, Value text, bool json, bool ascii) {
-    const bool doubled = json || (memchr(text.data, '\'', text.n) && !memchr(text.data, '"', text.n));
-    const char quote = doubled ? '"' : '\'', *const escaped = "\n\r\t\f\b", *const letters = "nrtfb";
-    spend(w, text.n);
-    put_bytes(w, b, &quote, 1, true);
-    for (size_t i = 0, n; i < text.n; i += n) {
-        const int32_t c = char_at(text, i);
-        const char *short_form = c && c < 128 ? strchr(escaped, c) : NULL;
+static void put_quoted(Work *w, Buffer *b, Value v, const Style *style) {
+    static const char escaped[] = "\\\n\r\t\f\b", letters[] = "\\nrtfb";
+    const Value apostrophe = text(w, "'"), quotes = text(w, "\"");
+    const bool json = style->json;
+    const bool twice = json || (find(w, v, apostrophe, 0) < v.n && find(w, v, quotes, 0) >= v.n);
+    const char quote = twice ? '"' : '\'';
+    put(w, b, twice ? quotes : apostrophe);
+    for (size_t i = 0; i < v.n; i++) {
+        const int32_t c = point(v, i);
+        const char *category = utf8proc_category_string(c);
+        const bool shown = c == ' ' || (*category != 'C' && *category != 'Z');
         char code[32] = "";
-        n = char_length(text, i);
-        if (c == '\\' || c == quote)
-            snprintf(code, sizeof code, "\\%c", (char)c);
-        else if (short_form && (json || short_form - escaped < 3))
-            snprintf(code, sizeof code, "\\%c", letters[short_form - escaped]);
-        else if (json && ascii && c > 0xFFFF)
+        if (c == quote || (one_of(c, escaped) && (json || !one_of(c, "\f\b"))))
+            snprintf(code, sizeof code, "\\%c", c == quote ? quote : letters[strchr(escaped, c) - escaped]);
+        else if (json && style->ascii && c > 0xFFFF)
             snprintf(code, sizeof code, "\\u%04x\\u%04x", 0xD7C0 + (c >> 10), 0xDC00 + (c & 0x3FF));
-        else if (json ? c < 32 || (ascii && c > 126) : c < 128 && !is_printable(c))
-            snprintf(code, sizeof code, json ? "\\u%04x" : "\\x%02x", c);
-        else if (!json && !is_printable(c))
-            snprintf(code, sizeof code, c > 0xFFFF ? "\\U%08x" : c > 0xFF ? "\\u%04x" : "\\x%02x", c);
-        *code ? put_bytes(w, b, code, strlen(code), text.by[i]) : put(w, b, part_of(text, i, n));
+        else if (json ? c < 32 || (style->ascii && c > 126) : !shown)
+            snprintf(code, sizeof code, c > 0xFFFF ? "\\U%08x" : json || c > 0xFF ? "\\u%04x" : "\\x%02x", c);
+        *code ? put_bytes(w, b, code, strlen(code), v.at[i] & OWN) : put_char(w, b, v.at[i]);
     }
-    put_bytes(w, b, &quote, 1, true);
+    put(w, b, twice ? quotes : apostrophe);
 }
 
-/* Appends str(v) or, inside of lists and mappings, repr(v). */
-static void put_value(Work *w, Buffer *b, Value v, bool inside) {
-    static const char *const brackets[][2] = {{"[", "]"}, {"(", ")"}, {"([", "])"}, {"{", "}"}};
-    spend(w, 0);
-    if (v.kind == TEXT)
-        inside ? put_quoted(w, b, v, false, false) : put(w, b, v);
-    else if (is_number(v))
-        put_number(w, b, v, false);
-    else if (v.kind == NONE || (v.kind == UNDEFINED && inside))
-        put_own(w, b, v.kind == NONE ? "None" : "Undefined");
-    else if (v.kind == LIST || v.kind == TUPLE || v.kind == MAP || v.kind == VIEW) {
-        const char *const *bracket = brackets[v.kind == LIST ? 0 : v.kind == TUPLE ? 1 : v.kind == VIEW ? 2 : 3];
-        const List *list = v.kind == MAP ? &v.map->key : v.list;
-        enter(w);
-        if (v.kind == VIEW) put_own(w, b, list->view);
-        if (v.kind == VIEW && *list->view == 'r') {
-            leave(w);
-            return;
-        }
-        put_own(w, b, bracket[0]);
-        for (size_t i = 0; i < list->n; i++) {
-            if (i) put_own(w, b, ", ");
-            put_value(w, b, list->item[i], true);
-            if (v.kind == MAP) put_own(w, b, ": "), put_value(w, b, v.map->value.item[i], true);
-        }
-        put_own(w, b, v.kind == TUPLE && list->n == 1 ? ",)" : bracket[1]);
-        leave(w);
-    } else if (v.kind != UNDEFINED && v.kind != MISSING)
-        wrong(w, "a %s has no text", kind_name(v));
-}
-
-static Value to_text(Work *w, Value v) {
-    Buffer b = {0};
-    if (v.kind == TEXT) return v;
-    reserve(w, &b, 8);
-    put_value(w, &b, v, false);
-    return text_of(&b);
-}
-
-typedef struct {
-    Value comma, colon, indent; /* indent: what a level adds, or not a text */
-    bool ascii, sorted;
-} JsonStyle;
-
-static List *sorted(Work *w, const List *list, const List *key, bool down);
-
-static void put_break(Work *w, Buffer *b, const JsonStyle *style, int level) {
+static void put_break(Work *w, Buffer *b, const Style *style, int level) {
     if (style->indent.kind != TEXT) return;
-    put_own(w, b, "\n");
+    put_text(w, b, "\n");
     for (; level; level--) put(w, b, style->indent);
 }
 
-/* Appends json.dumps(v). */
-static void put_json(Work *w, Buffer *b, Value v, const JsonStyle *style, int level) {
-    spend(w, 0);
-    if (v.kind == TEXT)
-        put_quoted(w, b, v, true, style->ascii);
-    else if (is_number(v))
-        put_number(w, b, v, true);
-    else if (v.kind == NONE)
-        put_own(w, b, "null");
-    else if (v.kind != LIST && v.kind != TUPLE && v.kind != MAP)
-        wrong(w, "a value of kind %s cannot become JSON", kind_name(v));
-    else {
-        const bool map = v.kind == MAP;
-        const List *list = map && style->sorted ? sorted(w, &v.map->key, &v.map->key, false)
-                           : map                ? &v.map->key
-                                                : v.list;
-        enter(w);
-        put_own(w, b, map ? "{" : "[");
-        for (size_t i = 0; i < list->n; i++) {
-            if (i) put(w, b, style->comma);
-            put_break(w, b, style, level + 1);
-            if (map) {
-                Buffer key = {0};
-                if (list->item[i].kind == NONE)
-                    put_own(w, &key, "null");
-                else
-                    is_number(list->item[i]) ? put_number(w, &key, list->item[i], true) : put(w, &key, list->item[i]);
-                put_quoted(w, b, text_of(&key), true, style->ascii);
-                put(w, b, style->colon);
-            }
-            const Value *each = !map            ? list->item + i
-                                : style->sorted ? map_find(w, v.map, list->item[i])
-                                                : v.map->value.item + i;
-            put_json(w, b, *each, style, level + 1);
+static void put_value(Work *w, Buffer *b, Value v, const Style *style, int level);
+
+static void put_items(Work *w, Buffer *b, Value v, const Style *style, int level) {
+    const bool map = v.kind == MAP, tuple = v.kind == TUPLE && !style->json;
+    List *list = map ? pairs_of(w, v.list) : v.list;
+    if (style->sorted && map) sort(w, list, false);
+    put_text(w, b, map ? "{" : tuple ? "(" : "[");
+    for (size_t i = 0; i < list->n; i++) {
+        const Value *item = map ? list->item[i].list->item : list->item + i;
+        Buffer key = {0};
+        if (i) put(w, b, style->comma);
+        put_break(w, b, style, level + 1);
+        if (map) {
+            put_value(w, &key, *item, style, level + 1);
+            style->json && item->kind != TEXT ? put_quoted(w, b, text_of(&key), style) : put(w, b, text_of(&key));
+            put(w, b, style->colon);
         }
-        if (list->n) put_break(w, b, style, level);
-        put_own(w, b, map ? "}" : "]");
-        leave(w);
+        put_value(w, b, item[map], style, level + 1);
+    }
+    if (list->n) put_break(w, b, style, level);
+    put_text(w, b, map ? "}" : !tuple ? "]" : list->n == 1 ? ",)" : ")");
+}
+
+/* Appends json.dumps(v) or repr(v). */
+static void put_value(Work *w, Buffer *b, Value v, const Style *style, int level) {
+    static const char *const words[][2] = {{"None", "null"}, {"False", "false"}, {"True", "true"}};
+    const bool json = style->json;
+    char digits[24];
+    spend(w, 0);
+    if (v.kind == TEXT) {
+        put_quoted(w, b, v, style);
+    } else if (v.kind == REAL) {
+        put_real(w, b, v, json);
+    } else if (v.kind >= NONE && v.kind <= WHOLE) {
+        snprintf(digits, sizeof digits, "%lld", (long long)v.whole);
+        const char *shown = v.kind != WHOLE ? words[v.kind == NONE ? 0 : 1 + v.whole][json]
+                            : v.digits      ? v.digits
+                                            : digits;
+        put_bytes(w, b, shown, strlen(shown), v.own);
+    } else if (v.kind == LIST || v.kind == TUPLE || v.kind == MAP) {
+        put_items(w, b, v, style, level);
+    } else if (!json && (v.kind == RANGE || v.kind == VIEW)) {
+        put_text(w, b, v.list->shown);
+        if (v.kind == RANGE) return;
+        put_text(w, b, "(");
+        put_items(w, b, of_list(LIST, v.list), style, level);
+        put_text(w, b, ")");
+    } else if (!json && v.kind == UNDEFINED) {
+        put_text(w, b, "Undefined");
+    } else {
+        wrong(w, "a value of kind %s has no %s", kinds[v.kind], json ? "JSON" : "text");
     }
 }
 
-/* ---- the lexer ---- */
+static Value repr(Work *w, Value v) {
+    Buffer b = {0};
+    put_value(w, &b, v, &(Style){.comma = text(w, ", "), .colon = text(w, ": "), .indent = none}, 0);
+    return text_of(&b);
+}
 
-typedef enum {
-    DATA,
-    OPEN_PRINT,
-    CLOSE_PRINT,
-    OPEN_BLOCK,
-    CLOSE_BLOCK,
-    NAME,
-    STRING,
-    WHOLE_NUMBER,
-    REAL_NUMBER,
-    OPERATOR,
-    END
-} TokenKind;
-typedef struct {
-    TokenKind kind;
-    int line;
-    const char *s; /* (n); a name ends with a NUL and is the same pointer wherever it stands */
-    size_t n;
-} Token;
+static Value to_text(Work *w, Value v) { return v.kind == TEXT ? v : v.kind == UNDEFINED ? text(w, "") : repr(w, v); }
+
+/* ---- nodes ---- */
+
+/* A function of evaluated arguments; how: which of several it is. */
+typedef Value Builtin(Work *w, const char *how, const Value *a, size_t n);
+#define BUILTIN(name) static Value name(Work *w, const char *how, const Value *a, size_t n)
+
+/* Expressions: a CALL is of run or, without it, a or, without that, value, each with the arguments in list; CHOICE: b
+ * if a else c; WRITTEN: the text that list writes; MACRO: a function with parameters a, which are variables with their
+ * defaults in a, and the body list. Statements: WRITE a; IF a: list, else c; FOR a in b if d: list, else c; SET a = b;
+ * SCOPE: list in a scope of its own; RETURN a. For the prelude: EACH is an
+ * expression, the list of what the statement YIELD a gives in a FOR. */
+enum { CONSTANT, VARIABLE, CALL, AND, OR, CHOICE, WRITTEN, MACRO, EACH };
+enum { WRITE = EACH + 1, IF, FOR, SET, SCOPE, BREAK, CONTINUE, RETURN, YIELD };
 
 typedef struct Node Node;
+struct Node {
+    int type;
+    int line;    /* 0: of the prelude */
+    Value value; /* of an argument, whose expression is a: its name, "*", "**" or none; of a macro: its name */
+    Builtin *run;
+    const char *how;
+    Node *a, *b, *c, *d, *list, *next;
+};
+
+struct Function {
+    const char *name;
+    const Node *takes; /* parameters */
+    Builtin *run;      /* or, NULL, a macro in a scope */
+    const char *how;
+    const Node *macro;
+    Scope *scope;
+    bool strict; /* parameters without a default are needed */
+    Value self;  /* of a method: what it is applied to */
+};
+
+static Value builtin(Work *w, const char *kind, Value name) {
+    Buffer b = {0};
+    put_text(w, &b, kind);
+    put(w, &b, name);
+    const Value *found = map_find(w, w->builtins, text_of(&b));
+    return found ? *found : undefined(text_of(&b));
+}
+
+/* ---- the lexer: within a tag, one token at a time ---- */
+
+typedef enum { NAME, STRING, NUMBER, OPERATOR, CLOSE /* of the tag */, END } Token;
 typedef struct {
     Work *w;
-    const char *begin, *end; /* of the template */
-    Token *token;            /* of `tokens`, the current one */
-    size_t tokens, room;
-    const char **name;
-    size_t names;
-    Node *macro; /* that is being parsed, or NULL */
+    const char *begin, *s; /* the template, which ends with a NUL, and what follows the current token */
+    Token kind;
+    const char *token; /* a copy */
+    const char *close; /* of the tag: %} or }}, and ; in the prelude, which is all one tag behind another */
+    int brackets;      /* open ones */
+    bool prelude;
 } Parser;
 
-static const char *intern(Parser *p, const char *s, size_t n) {
-    for (size_t i = 0; i < p->names; i++)
-        if (!strncmp(p->name[i], s, n) && !p->name[i][n]) return p->name[i];
-    if (!(p->names & (p->names + 1))) { /* one less than a power of two: full */
-        const char **more = take(p->w, (2 * p->names + 1) * sizeof *more);
-        if (p->names) memcpy(more, p->name, p->names * sizeof *more);
-        p->name = more;
-    }
-    spend(p->w, p->names);
-    return p->name[p->names++] = c_text(p->w, (Value){TEXT, .data = s, .n = n});
-}
-
-static void add_token(Parser *p, TokenKind kind, const char *s, size_t n) {
-    if (p->tokens == p->room) {
-        Token *more = take(p->w, (2 * p->room + 64) * sizeof *more);
-        if (p->tokens) memcpy(more, p->token, p->tokens * sizeof *more);
-        p->token = more;
-        p->room = 2 * p->room + 64;
-    }
-    p->token[p->tokens++] = (Token){kind, p->w->line, kind == NAME ? intern(p, s, n) : s, n};
-}
-
-static size_t space_at(const Parser *p, const char *s) { /* the bytes of the white space at s, or 0 */
+static const char *skip_space(const char *s) {
     uint32_t c;
-    if (s >= p->end) return 0;
-    const int n = utf8_decode(s, (size_t)(p->end - s), &c);
-    return n > 0 && is_space((int32_t)c) ? (size_t)n : 0;
-}
-
-static const char *skip_space(const Parser *p, const char *s) {
-    for (size_t n; (n = space_at(p, s)); s += n) continue;
+    for (int n; *s && (n = utf8_decode(s, strnlen(s, 4), &c)) > 0 && is_space((int32_t)c); s += n) continue;
     return s;
 }
 
-static bool at(const Parser *p, const char *s, const char *text) {
-    const size_t n = strlen(text);
-    return s < p->end && (size_t)(p->end - s) >= n && !memcmp(s, text, n);
+static void advance(Parser *p, const char *to) {
+    for (; p->s < to; p->s++) p->w->line += *p->s == '\n';
 }
 
 /* What follows the end of a tag at s, which may begin with a sign; NULL: it does not end here. A line break behind a
  * block or comment belongs to it. */
-static const char *tag_end(const Parser *p, const char *s, const char *end) {
-    const char *t = s + (at(p, s, "-") || (at(p, s, "+") && *end == '%'));
-    if (!at(p, t, end)) return NULL;
-    t += 2;
-    return *s == '-' ? skip_space(p, t) : t + (*end != '}' && *s != '+' && at(p, t, "\n"));
+static const char *tag_end(const char *s, const char *end) {
+    const char *t = s + (*s == '-' || (*s == '+' && *end != '}'));
+    if (!begins(t, end)) return NULL;
+    t += strlen(end);
+    return *s == '-' ? skip_space(t) : t + (*end != '}' && *s != '+' && *t == '\n');
 }
 
-/* Adds the text before a tag, without the white space that the tag's sign takes or, before a block or comment that
- * begins a line, the indentation. */
-static void lex_data(Parser *p, const char *s, const char *tag) {
-    Value text = {TEXT, .data = s, .by = s, .n = (size_t)(tag - s)};
-    const char sign = tag + 2 < p->end ? tag[2] : ' ';
-    const bool begins_line = s == p->begin || s[-1] == '\n';
-    if (tag < p->end && sign == '-') {
-        text = strip(p->w, text, missing, RIGHT);
-    } else if (tag < p->end && sign != '+' && tag[1] != '{') {
-        const char *line = text.n ? memrchr(s, '\n', text.n) : NULL;
-        line = line ? line + 1 : begins_line ? s : tag;
-        if (skip_space(p, line) >= tag) text.n = (size_t)(line - s);
-    }
-    if (text.n) add_token(p, DATA, s, text.n);
-    for (; s < tag; s++) p->w->line += *s == '\n';
+static const char *word_end(const char *s) {
+    while (isalnum((unsigned char)*s) || *s == '_' || *s & 0x80) s++;
+    return s;
 }
 
-static size_t number_length(const char *s, const char *end, bool *is_real) {
-    const char *t = s;
-    *is_real = false;
-    if (*t == '0' && t + 1 < end && strchr("xXoObB", t[1])) {
-        for (t += 2; t < end && (isalnum((unsigned char)*t) || *t == '_'); t++) continue;
-        return (size_t)(t - s);
-    }
-    while (t < end && (isdigit((unsigned char)*t) || *t == '_')) t++;
-    if (s[-1] != '.' && t + 1 < end && *t == '.' && isdigit((unsigned char)t[1])) {
-        *is_real = true;
-        for (t++; t < end && (isdigit((unsigned char)*t) || *t == '_'); t++) continue;
-    }
-    const char *exponent = t + 1 + (t + 1 < end && (t[1] == '+' || t[1] == '-'));
-    if (t < end && (*t == 'e' || *t == 'E') && exponent < end && isdigit((unsigned char)*exponent)) {
-        *is_real = true;
-        for (t = exponent; t < end && isdigit((unsigned char)*t); t++) continue;
-    }
-    return (size_t)(t - s);
+static const char *number_end(const char *s) {
+    const bool whole = s[-1] == '.'; /* as in list.0.1 */
+    s = word_end(s);
+    if (!whole && *s == '.' && isdigit((unsigned char)s[1])) s = word_end(s + 1);
+    return strchr("eE", s[-1]) && (*s == '-' || *s == '+') ? word_end(s + 1) : s;
 }
 
-/* Adds one token of an expression and returns what follows it. */
-static const char *lex_token(Parser *p, const char *s) {
-    static const char *const operators[] = {"**", "//", "==", "!=", ">=", "<=", NULL};
-    const char *t = s;
-    bool is_real;
-    if (isdigit((unsigned char)*s)) {
-        const size_t n = number_length(s, p->end, &is_real);
-        add_token(p, is_real ? REAL_NUMBER : WHOLE_NUMBER, s, n);
-        return s + n;
+/* Reads the next token. */
+static void next(Parser *p) {
+    static const char *const pairs[] = {"**", "//", "==", "!=", ">=", "<="};
+    advance(p, skip_space(p->s));
+    const char *begin = p->s, *s = begin, *close = p->brackets ? NULL : tag_end(s, p->close);
+    if (close || !*s) {
+        p->kind = close ? CLOSE : END;
+        s = close ? close : s;
+    } else if (isdigit((unsigned char)*s)) {
+        p->kind = NUMBER;
+        s = number_end(s);
+    } else if (word_end(s) > s) {
+        p->kind = NAME;
+        s = word_end(s);
+    } else if (*s == '"' || *s == '\'') {
+        p->kind = STRING;
+        for (s++; *s && *s != *begin; s++) s += *s == '\\' && s[1];
+        if (!*s++) wrong(p->w, "a text does not end");
+    } else {
+        p->kind = OPERATOR;
+        for (int i = 0; i < 6 && s == begin; i++) s += begins(s, pairs[i]);
+        if (s == begin && !strchr("+-/*%~[](){}=<>.:|,", *s++)) wrong(p->w, "unexpected character '%c'", *begin);
+        p->brackets += strchr("([{", *begin) ? 1 : strchr(")]}", *begin) && p->brackets ? -1 : 0;
     }
-    while (t < p->end && (isalnum((unsigned char)*t) || *t == '_' || (unsigned char)*t >= 0x80)) t++;
-    if (t > s) {
-        add_token(p, NAME, s, (size_t)(t - s));
-        return t;
-    }
-    if (*s == '"' || *s == '\'') {
-        for (t = s + 1; t < p->end && *t != *s; t++) t += *t == '\\';
-        if (t >= p->end) wrong(p->w, "a text does not end");
-        add_token(p, STRING, s + 1, (size_t)(t - s - 1));
-        return t + 1;
-    }
-    if (!*s || !strchr("+-/*%~[](){}=!<>.:|,;", *s)) wrong(p->w, "unexpected character '%.1s'", s);
-    size_t n = 1;
-    for (int i = 0; operators[i]; i++)
-        if (at(p, s, operators[i])) n = 2;
-    if (*s == '!' && n == 1) wrong(p->w, "unexpected character '!'");
-    add_token(p, OPERATOR, s, n);
-    return s + n;
+    char *copy = take(p->w, (size_t)(s - begin) + 1);
+    memcpy(copy, begin, (size_t)(s - begin));
+    copy[s - begin] = 0;
+    p->token = copy;
+    advance(p, s);
 }
 
-/* Adds the tokens of a tag whose inside begins at s, and returns what follows the tag. */
-static const char *lex_tag(Parser *p, const char *s, bool block) {
-    char open[MOST_DEPTH];
-    size_t opened = 0;
-    for (const char *next; s < p->end;) {
-        const char *end = opened ? NULL : tag_end(p, s, block ? "%}" : "}}");
-        const size_t space = space_at(p, s);
-        if (end) {
-            add_token(p, block ? CLOSE_BLOCK : CLOSE_PRINT, s, 0);
-            for (; s < end; s++) p->w->line += *s == '\n';
-            return end;
-        }
-        next = space ? s + space : lex_token(p, s);
-        if (!space && strchr("([{", *s)) {
-            if (opened == MOST_DEPTH) wrong(p->w, "it nests more than %d deep", MOST_DEPTH);
-            open[opened++] = *s == '(' ? ')' : (char)(*s + 2);
-        } else if (!space && strchr(")]}", *s) && (!opened || open[--opened] != *s)) {
-            wrong(p->w, "unexpected '%c'", *s);
-        }
-        for (; s < next; s++) p->w->line += *s == '\n';
-    }
-    wrong(p->w, "a tag does not end");
+/* Is the current token this operator or word? */
+static bool is(const Parser *p, const char *text) { return !strcmp(p->token, text); }
+
+static bool skip(Parser *p, const char *text) {
+    const bool there = is(p, text);
+    if (there) next(p);
+    return there;
 }
 
-/* If a block of this one word begins at s, which is a tag, what follows it; else NULL. */
-static const char *word_tag(const Parser *p, const char *s, const char *word) {
-    s = skip_space(p, s + 2 + (at(p, s + 2, "-") || at(p, s + 2, "+")));
-    if (!at(p, s, word)) return NULL;
-    return tag_end(p, skip_space(p, s + strlen(word)), "%}");
+static bool expect(Parser *p, bool there, const char *expected) {
+    if (!there && p->kind == END) wrong(p->w, "the template ends where %s should stand", expected);
+    if (!there) wrong(p->w, "'%.40s' stands where %s should stand", p->token, expected);
+    return true;
 }
 
-static const char *find_tag(const Parser *p, const char *s, const char *tags) {
-    for (; s + 1 < p->end; s++)
-        if (*s == '{' && strchr(tags, s[1])) return s;
-    return p->end;
+static void take_token(Parser *p, const char *text) { expect(p, skip(p, text), text); }
+
+static Value take_name(Parser *p) {
+    expect(p, p->kind == NAME, "a name");
+    const Value name = text(p->w, p->token);
+    next(p);
+    return name;
 }
 
-static void lex(Parser *p) {
-    for (const char *s = p->begin, *tag, *next; s < p->end; s = next) {
-        tag = find_tag(p, s, "{%#");
-        lex_data(p, s, tag);
-        if (tag >= p->end) break;
-        if (tag[1] == '#') {
-            for (next = NULL, s = tag + 2; s < p->end && !(next = tag_end(p, s, "#}")); s++) continue;
-            if (!next) wrong(p->w, "a comment does not end");
-            for (s = tag; s < next; s++) p->w->line += *s == '\n';
-        } else if (tag[1] == '%' && (next = word_tag(p, tag, "raw"))) {
-            const char *end = next, *behind = NULL;
-            while (end < p->end && !(behind = word_tag(p, end = find_tag(p, end, "%"), "endraw"))) end++;
-            if (!behind) wrong(p->w, "raw does not end");
-            lex_data(p, next, end);
-            next = behind;
-        } else {
-            const bool block = tag[1] == '%';
-            add_token(p, block ? OPEN_BLOCK : OPEN_PRINT, tag, 2);
-            s = tag + 2 + (at(p, tag + 2, "-") || at(p, tag + 2, "+"));
-            next = lex_tag(p, s, block);
-        }
-    }
-    add_token(p, END, p->end, 0);
-}
+/* ---- the parser: expressions ---- */
 
-/* ---- the parser ---- */
-
-typedef enum {
-    /* expressions */
-    CONSTANT,
-    VARIABLE,  /* name */
-    ATTRIBUTE, /* a.name */
-    ITEM,      /* a[b] */
-    SLICE,     /* a[b:c:list] */
-    CALL,      /* a(list) */
-    FILTER,    /* a | row(list) */
-    IS,        /* a is row(list) */
-    NEGATIVE,
-    POSITIVE,
-    NOT,
-    AND,
-    OR,
-    BINARY,  /* a name b; name: an operator */
-    COMPARE, /* a, then each of the list with its operator as name */
-    CHOICE,  /* b if a else c */
-    NEW_LIST,
-    NEW_TUPLE,
-    NEW_MAP, /* list: a key and b value each */
-    /* statements */
-    WRITE, /* a */
-    IF,    /* a, list, else c */
-    FOR,   /* a in b if c: list, else d */
-    SET,   /* a = b, or c of the text of list */
-    MACRO, /* name(a: parameters with their defaults in a): list */
-    WITH,  /* a in turn, in a scope of their own; then list */
-    CALL_BLOCK,
-    FILTER_BLOCK, /* a of the text of list */
-    BREAK,
-    CONTINUE
-} NodeType;
-
-typedef struct Row Row;
-struct Node {
-    NodeType type;
-    int line;
-    const char *name;
-    Value value;
-    const Row *row; /* of a filter or test; NULL: there is none of this name */
-    Node *a, *b, *c, *d, *list;
-    Node *next;          /* in the list that it belongs to */
-    bool varargs, extra; /* a macro uses varargs, kwargs */
-};
-
-static const Row *find_row(bool test, const char *name);
-
-static Node *new_node(Parser *p, NodeType type, Node *a, Node *b) {
+static Node *new_node(Parser *p, int type, Node *a, Node *b) {
     Node *node = take(p->w, sizeof *node);
-    *node = (Node){.type = type, .line = p->token->line, .a = a, .b = b};
+    *node = (Node){.type = type, .line = p->prelude ? 0 : p->w->line, .value = none, .a = a, .b = b};
     return node;
 }
 
@@ -889,1930 +653,1334 @@ static Node *append(Node **list, Node *node) {
     return *list = node;
 }
 
-static bool is_operator(const Parser *p, const char *text) {
-    return p->token->kind == OPERATOR && p->token->n == strlen(text) && !memcmp(p->token->s, text, p->token->n);
-}
-
-static bool is_name(const Parser *p, const char *text) { return p->token->kind == NAME && !strcmp(p->token->s, text); }
-
-__attribute__((noreturn)) static void unexpected(Parser *p, const char *expected) {
-    p->w->line = p->token->line;
-    if (p->token->kind == END) wrong(p->w, "the template ends where %s should stand", expected);
-    wrong(p->w, "'%.*s' stands where %s should stand", (int)(p->token->n < 40 ? p->token->n : 40), p->token->s,
-          expected);
-}
-
-static bool skip_operator(Parser *p, const char *text) {
-    const bool there = is_operator(p, text);
-    p->token += there;
-    return there;
-}
-
-static bool skip_name(Parser *p, const char *text) {
-    const bool there = is_name(p, text);
-    p->token += there;
-    return there;
-}
-
-static void expect(Parser *p, const char *operator) {
-    if (!skip_operator(p, operator)) unexpected(p, operator);
-}
-
-static const char *expect_name(Parser *p) {
-    if (p->token->kind != NAME) unexpected(p, "a name");
-    return p->token++->s;
-}
-
-static void expect_close(Parser *p) {
-    if (p->token->kind != CLOSE_BLOCK) unexpected(p, "%}");
-    p->token++;
-}
-
-static Node *parse_expression(Parser *p);
-static Node *parse_unary(Parser *p, bool filtered);
-static Node *parse_list(Parser *p, bool choice);
-
-/* The value of a hexadecimal or octal escape of `digits` digits at *s, which moves behind it. */
-static int32_t parse_code(Parser *p, const char **s, const char *end, int digits, int base) {
-    int32_t c = 0;
-    int n = 0;
-    for (; n < digits && *s < end; n++, ++*s) {
-        const int digit = isdigit((unsigned char)**s)    ? **s - '0'
-                          : isxdigit((unsigned char)**s) ? tolower((unsigned char)**s) - 'a' + 10
-                                                         : 99;
-        if (digit >= base) break;
-        c = c * base + digit;
-    }
-    if (base == 16 && n < digits) wrong(p->w, "a text has an escape that is too short");
-    if (c < 0 || c > 0x10FFFF || (c >= 0xD800 && c < 0xE000)) wrong(p->w, "a text has an escape of no character");
-    return c;
-}
-
-/* The text of a string literal, with the escapes of Python. */
-static void unescape(Parser *p, Buffer *b, const char *s, const char *end) {
-    static const char letters[] = "ntr\\'\"abfv", meanings[] = "\n\t\r\\'\"\a\b\f\v";
-    while (s < end) {
-        const char *letter;
-        if (*s != '\\' || s + 1 == end) {
-            put_bytes(p->w, b, s++, 1, true);
-        } else if ((letter = strchr(letters, s[1])) && *letter) {
-            put_bytes(p->w, b, meanings + (letter - letters), 1, true);
-            s += 2;
-        } else if (s[1] == '\n') {
-            s += 2;
-        } else if (strchr("xuU", s[1])) {
-            const int digits = s[1] == 'x' ? 2 : s[1] == 'u' ? 4 : 8;
-            s += 2;
-            put_char(p->w, b, parse_code(p, &s, end, digits, 16), true);
-        } else if (s[1] >= '0' && s[1] <= '7') {
-            s++;
-            put_char(p->w, b, parse_code(p, &s, end, 3, 8), true);
-        } else {
-            put_bytes(p->w, b, s, 2, true);
-            s += 2;
-        }
-    }
-}
-
-static Node *parse_constant(Parser *p) {
+static Node *constant(Parser *p, Value v) {
     Node *node = new_node(p, CONSTANT, NULL, NULL);
-    char digits[400];
-    size_t n = 0;
-    Buffer text = {0};
-    if (p->token->kind == STRING) {
-        for (; p->token->kind == STRING; p->token++) unescape(p, &text, p->token->s, p->token->s + p->token->n);
-        node->value = text_of(&text);
-        return node;
-    }
-    const Token *token = p->token++;
-    for (size_t i = 0; i < token->n && n + 1 < sizeof digits; i++)
-        if (token->s[i] != '_') digits[n++] = token->s[i];
-    digits[n] = 0;
-    const int base = *digits == '0' && n > 1 ? (tolower(digits[1]) == 'x'   ? 16
-                                                : tolower(digits[1]) == 'o' ? 8
-                                                                            : 2)
-                                             : 10;
-    char *end;
-    errno = 0;
-    node->value = token->kind == REAL_NUMBER ? real(strtod(digits, &end))
-                                             : whole(strtoll(digits + (base == 10 ? 0 : 2), &end, base));
-    if (*end || (errno && token->kind != REAL_NUMBER)) wrong(p->w, "a malformed number: %.40s", digits);
+    node->value = v;
     return node;
 }
 
-/* Arguments up to the closing parenthesis: values, name=value, *values, **mapping. */
-static Node *parse_arguments(Parser *p) {
-    Node *list = NULL;
-    while (!skip_operator(p, ")")) {
-        Node *argument = new_node(p, CONSTANT, NULL, NULL);
-        argument->name = skip_operator(p, "*") ? "*" : skip_operator(p, "**") ? "**" : NULL;
-        if (p->token->kind == NAME && p->token[1].kind == OPERATOR && p->token[1].n == 1 && *p->token[1].s == '=') {
-            argument->name = p->token->s;
-            p->token += 2;
+static void add(Parser *p, Node *call, Value name, Node *argument) {
+    append(&call->list, new_node(p, CONSTANT, argument, NULL))->value = name;
+}
+
+/* run(a, b), or fewer arguments where they are NULL. */
+static Node *operation(Parser *p, Builtin *run, const char *how, Node *a, Node *b) {
+    Node *node = new_node(p, CALL, NULL, NULL);
+    node->run = run;
+    node->how = how;
+    if (a) add(p, node, none, a);
+    if (b) add(p, node, none, b);
+    return node;
+}
+
+static Node *parse_expression(Parser *p);
+static Node *parse_or(Parser *p);
+static Node *parse_unary(Parser *p);
+static Node *parse_list(Parser *p, Node *(*parse)(Parser *p));
+static Builtin arithmetic, concatenate, ordered, negated, signed_, attribute, item, slice, sequence, mapping;
+
+/* The character that an escape has as `digits` digits at *s, which moves behind them. */
+static Char parse_code(Parser *p, const char **s, size_t digits, int base) {
+    char code[9] = "", *end;
+    strncat(code, *s, digits);
+    const long c = strtol(code, &end, base);
+    if (base == 16 && (size_t)(end - code) < digits) wrong(p->w, "a text has an escape that is too short");
+    if (c < 0 || c > 0x10FFFF || (c >= 0xD800 && c < 0xE000)) wrong(p->w, "a text has an escape of no character");
+    *s += end - code;
+    return (Char)c | OWN;
+}
+
+/* String literals that follow each other, with the escapes of Python. */
+static Node *parse_texts(Parser *p) {
+    static const char letters[] = "ntr\\'\"abfv", meanings[] = "\n\t\r\\'\"\a\b\f\v";
+    Buffer b = {0};
+    for (; p->kind == STRING; next(p)) {
+        for (const char *s = p->token + 1; s[1];) {
+            const char c = *s == '\\' ? s[1] : 0, *letter = c ? strchr(letters, c) : NULL, *plain = s;
+            if (letter) put_char(p->w, &b, (Char)meanings[letter - letters] | OWN);
+            if (letter || c == '\n') {
+                s += 2;
+            } else if (c && strchr("xuU01234567", c)) {
+                s += isdigit((unsigned char)c) ? 1 : 2;
+                put_char(p->w, &b, parse_code(p, &s, c == 'x' ? 2 : c == 'u' ? 4 : c == 'U' ? 8 : 3, c < '8' ? 8 : 16));
+            } else {
+                for (s++; s[1] && *s != '\\'; s++) continue;
+                put_bytes(p->w, &b, plain, (size_t)(s - plain), true);
+            }
         }
-        argument->a = parse_expression(p);
-        append(&list, argument);
-        if (!is_operator(p, ")")) expect(p, ",");
     }
-    return list;
+    return constant(p, text_of(&b));
+}
+
+static Node *parse_number(Parser *p) {
+    char digits[400], *end = digits;
+    for (const char *s = p->token; *s && end < digits + sizeof digits - 1; s++)
+        if (*s != '_') *end++ = *s;
+    *end = 0;
+    next(p);
+    const char letter = *digits == '0' ? (char)tolower(digits[1]) : 0;
+    const int base = letter == 'x' ? 16 : letter == 'o' ? 8 : letter == 'b' ? 2 : 10;
+    const bool is_real = base == 10 && strpbrk(digits, ".eE");
+    errno = 0;
+    const Value v = is_real ? real(strtod(digits, &end)) : whole(strtoll(digits + (base == 10 ? 0 : 2), &end, base));
+    if (*end || (errno && !is_real)) wrong(p->w, "a malformed number: %.40s", digits);
+    return constant(p, v);
+}
+
+static Node *parse_target(Parser *p);
+
+/* What stands behind `for`. */
+static Node *parse_loop(Parser *p, int type) {
+    Node *node = new_node(p, type, parse_list(p, parse_target), NULL);
+    take_token(p, "in");
+    node->b = parse_list(p, parse_or);
+    if (skip(p, "if")) node->d = parse_expression(p);
+    if (is(p, "recursive")) wrong(p->w, "recursive loops are not supported");
+    return node;
+}
+
+/* Adds to a node what stands in brackets up to `close`: values and, in a mapping, the value of each behind a colon; in
+ * a call also name=value, *values and **mapping. */
+static Node *parse_items(Parser *p, Node *node, const char *close) {
+    while (!skip(p, close)) {
+        const char *behind = skip_space(p->s);
+        const bool named = p->kind == NAME && *behind == '=' && behind[1] != '=';
+        Value name = none;
+        if (*close == ')' && (named || is(p, "*") || is(p, "**"))) {
+            name = text(p->w, p->token);
+            next(p);
+            if (named) next(p);
+        }
+        Node *value = parse_expression(p);
+        if (p->prelude && *close == ']' && skip(p, "for")) {
+            node = parse_loop(p, EACH);
+            node->list = new_node(p, YIELD, value, NULL);
+            expect(p, is(p, close), close);
+            continue;
+        }
+        add(p, node, name, value);
+        if (*close == '}') {
+            take_token(p, ":");
+            add(p, node, none, parse_expression(p));
+        }
+        if (!is(p, close)) take_token(p, ",");
+    }
+    return node;
 }
 
 static Node *parse_subscript(Parser *p, Node *of) {
-    Node *node = new_node(p, ITEM, of, NULL);
-    if (!is_operator(p, ":")) node->b = parse_expression(p);
-    if (is_operator(p, ",")) wrong(p->w, "a value has one index");
-    if (skip_operator(p, ":")) {
-        node->type = SLICE;
-        if (!is_operator(p, ":") && !is_operator(p, "]")) node->c = parse_expression(p);
-        if (skip_operator(p, ":") && !is_operator(p, "]")) node->list = parse_expression(p);
+    Node *node = operation(p, item, "", of, NULL), *nothing = constant(p, none);
+    add(p, node, none, is(p, ":") ? nothing : parse_expression(p));
+    while (skip(p, ":")) {
+        node->run = slice;
+        add(p, node, none, is(p, ":") || is(p, "]") ? nothing : parse_expression(p));
     }
-    expect(p, "]");
+    take_token(p, "]");
     return node;
 }
 
 static Node *parse_postfix(Parser *p, Node *node) {
     for (;;) {
-        if (skip_operator(p, ".")) {
-            if (p->token->kind == WHOLE_NUMBER) {
-                node = new_node(p, ITEM, node, parse_constant(p));
-            } else {
-                node = new_node(p, ATTRIBUTE, node, NULL);
-                node->name = expect_name(p);
-                node->value = text_from(p->w, node->name, strlen(node->name), true);
-            }
-        } else if (skip_operator(p, "[")) {
+        if (skip(p, "."))
+            node = p->kind == NUMBER ? operation(p, item, "", node, parse_number(p))
+                                     : operation(p, attribute, "", node, constant(p, take_name(p)));
+        else if (skip(p, "["))
             node = parse_subscript(p, node);
-        } else if (skip_operator(p, "(")) {
-            node = new_node(p, CALL, node, NULL);
-            node->list = parse_arguments(p);
+        else if (skip(p, "("))
+            node = parse_items(p, new_node(p, CALL, node, NULL), ")");
+        else
+            return node;
+    }
+}
+
+/* A call of a filter or test, whose name may have dots. An unknown one is an error only if it runs. */
+static Node *parse_named(Parser *p, const char *kind, Node *of) {
+    Node *node = new_node(p, CALL, NULL, NULL);
+    Buffer name = {0};
+    for (put(p->w, &name, take_name(p)); skip(p, "."); put(p->w, &name, take_name(p))) put_text(p->w, &name, ".");
+    node->value = builtin(p->w, kind, text_of(&name));
+    add(p, node, none, of);
+    return node;
+}
+
+static Node *parse_test(Parser *p, Node *of) {
+    const bool is_not = skip(p, "not");
+    Node *node = parse_named(p, "is_", of);
+    if (is(p, "is")) wrong(p->w, "tests cannot be chained");
+    if (skip(p, "("))
+        parse_items(p, node, ")");
+    else if ((p->kind <= NUMBER && !text_listed("else or and", p->token)) || is(p, "[") || is(p, "{"))
+        add(p, node, none, parse_unary(p));
+    return is_not ? operation(p, negated, "", node, NULL) : node;
+}
+
+static Node *parse_filters(Parser *p, Node *node) {
+    for (;;) {
+        if (skip(p, "|")) {
+            node = parse_named(p, "filter_", node);
+            if (skip(p, "(")) parse_items(p, node, ")");
+        } else if (skip(p, "is")) {
+            node = parse_test(p, node);
+        } else if (is(p, "(")) {
+            node = parse_postfix(p, node);
         } else {
             return node;
         }
     }
 }
 
-/* The name of a filter or test, which may have dots. An unknown one is an error only if it runs. */
-static Node *parse_row(Parser *p, NodeType type, Node *of) {
-    Node *node = new_node(p, type, of, NULL);
-    Buffer name = {0};
-    do put_own(p->w, &name, expect_name(p));
-    while (skip_operator(p, ".") && (put_own(p->w, &name, "."), true));
-    node->name = c_text(p->w, text_of(&name));
-    node->row = find_row(type == IS, node->name);
-    return node;
-}
-
-static Node *parse_test(Parser *p, Node *of) {
-    const bool negated = skip_name(p, "not");
-    Node *node = parse_row(p, IS, of);
-    const bool stops = is_name(p, "else") || is_name(p, "or") || is_name(p, "and");
-    if (skip_operator(p, "(")) {
-        node->list = parse_arguments(p);
-    } else if ((p->token->kind == NAME && !stops) || p->token->kind == STRING || p->token->kind == WHOLE_NUMBER ||
-               p->token->kind == REAL_NUMBER || is_operator(p, "[") || is_operator(p, "{")) {
-        if (is_name(p, "is")) wrong(p->w, "tests cannot be chained");
-        node->list = new_node(p, CONSTANT, NULL, NULL);
-        node->list->a = parse_unary(p, false);
-    }
-    return negated ? new_node(p, NOT, node, NULL) : node;
-}
-
-static Node *parse_filters(Parser *p, Node *node) {
-    while (is_operator(p, "|") || is_name(p, "is") || is_operator(p, "(")) {
-        if (skip_operator(p, "|")) {
-            node = parse_row(p, FILTER, node);
-            if (skip_operator(p, "(")) node->list = parse_arguments(p);
-        } else if (skip_name(p, "is")) {
-            node = parse_test(p, node);
-        } else {
-            node = parse_postfix(p, node);
-        }
-    }
-    return node;
-}
-
-static Node *parse_map(Parser *p) {
-    Node *node = new_node(p, NEW_MAP, NULL, NULL);
-    while (!skip_operator(p, "}")) {
-        Node *pair = new_node(p, CONSTANT, parse_expression(p), NULL);
-        expect(p, ":");
-        pair->b = parse_expression(p);
-        append(&node->list, pair);
-        if (!is_operator(p, "}")) expect(p, ",");
-    }
-    return node;
-}
-
 static Node *parse_name(Parser *p) {
     static const char *const words[] = {"true", "True", "false", "False", "none", "None"};
     Node *node = new_node(p, VARIABLE, NULL, NULL);
-    node->name = expect_name(p);
+    node->value = take_name(p);
     for (int i = 0; i < 6; i++)
-        if (!strcmp(node->name, words[i])) {
-            node->type = CONSTANT;
-            node->value = i < 4 ? boolean(i < 2) : none;
-        }
-    if (p->macro) {
-        p->macro->varargs |= !strcmp(node->name, "varargs");
-        p->macro->extra |= !strcmp(node->name, "kwargs");
-    }
+        if (is_text(node->value, words[i])) return constant(p, i < 4 ? boolean(i < 2) : none);
     return node;
 }
 
 static Node *parse_primary(Parser *p) {
-    Node *node = NULL;
-    if (p->token->kind == NAME) return parse_name(p);
-    if (p->token->kind >= STRING && p->token->kind <= REAL_NUMBER) return parse_constant(p);
-    if (skip_operator(p, "(")) {
-        node = is_operator(p, ")") ? new_node(p, NEW_TUPLE, NULL, NULL) : parse_list(p, true);
-        expect(p, ")");
-    } else if (skip_operator(p, "[")) {
-        for (node = new_node(p, NEW_LIST, NULL, NULL); !skip_operator(p, "]");) {
-            append(&node->list, parse_expression(p));
-            if (!is_operator(p, "]")) expect(p, ",");
-        }
-    } else if (skip_operator(p, "{")) {
-        node = parse_map(p);
-    } else {
-        unexpected(p, "an expression");
-    }
+    if (p->kind == NAME) return parse_name(p);
+    if (p->kind == STRING) return parse_texts(p);
+    if (p->kind == NUMBER) return parse_number(p);
+    if (skip(p, "[")) return parse_items(p, operation(p, sequence, "list", NULL, NULL), "]");
+    if (skip(p, "{")) return parse_items(p, operation(p, mapping, "", NULL, NULL), "}");
+    expect(p, skip(p, "("), "an expression");
+    Node *node = is(p, ")") ? operation(p, sequence, "tuple", NULL, NULL) : parse_list(p, parse_expression);
+    take_token(p, ")");
     return node;
 }
 
-static Node *parse_unary(Parser *p, bool filtered) {
-    Node *node;
-    enter(p->w);
-    if (is_operator(p, "-") || is_operator(p, "+")) {
-        node = new_node(p, *p->token->s == '-' ? NEGATIVE : POSITIVE, NULL, NULL);
-        p->token++;
-        node->a = parse_unary(p, false);
-    } else {
-        node = parse_primary(p);
-    }
+static Node *parse_unary(Parser *p) {
+    const bool minus = is(p, "-"), sign = skip(p, "-") || skip(p, "+");
+    Node *node = sign ? operation(p, signed_, minus ? "-" : "+", parse_unary(p), NULL) : parse_primary(p);
     node = parse_postfix(p, node);
-    leave(p->w);
-    return filtered ? parse_filters(p, node) : node;
+    return node;
 }
 
-static Node *parse_compare(Parser *p);
-
-/* The operators of a level, from the weakest to the strongest: or, and, not with comparisons, + -, ~, * and so on. */
-static Node *parse_level(Parser *p, int level) {
-    static const char *const operators[][5] = {{"or"}, {"and"}, {NULL}, {"+", "-"}, {"~"}, {"*", "/", "//", "%"},
-                                               {"**"}};
-    if (level == 2) return parse_compare(p);
-    if (level == 7) return parse_unary(p, true);
-    Node *node = parse_level(p, level + 1);
-    for (bool found = true; found;) {
-        found = false;
-        for (int i = 0; operators[level][i] && !found; i++) {
-            const char *name = operators[level][i];
-            found = level < 2 ? skip_name(p, name) : skip_operator(p, name);
-            if (!found) continue;
-            node = new_node(p, level == 0 ? OR : level == 1 ? AND : BINARY, node, NULL);
-            node->name = name;
-            node->b = parse_level(p, level + 1);
-        }
+/* Operators between two values, from the weakest to the strongest, as far as they are at least as strong as `least`.
+ * a < b <= c means a < b and b <= c. */
+enum { OR_LEVEL, AND_LEVEL, COMPARISON, LEVELS = 7 };
+static Node *parse_operators(Parser *p, int least) {
+    static const char *const levels[LEVELS] = {"or", "and", "== != < <= > >= in not", "+ -", "~", "* / // %", "**"};
+    Node *node, *right = NULL;
+    if (least <= COMPARISON && skip(p, "not"))
+        node = operation(p, negated, "", parse_operators(p, COMPARISON), NULL);
+    else
+        node = parse_filters(p, parse_unary(p));
+    for (int level = 0, before = 0;; before = level) {
+        for (level = 0; level < LEVELS && !text_listed(levels[level], p->token);) level++;
+        if (level < least || level == LEVELS) break;
+        const char *name = is(p, "not") ? "not in" : p->token;
+        next(p);
+        if (*name == 'n') take_token(p, "in");
+        Node *left = level == COMPARISON && before == COMPARISON ? right : node;
+        right = parse_operators(p, level + 1);
+        Builtin *run = level == COMPARISON ? ordered : *name == '~' ? concatenate : arithmetic;
+        Node *one = level < COMPARISON ? new_node(p, level == OR_LEVEL ? OR : AND, left, right)
+                                       : operation(p, run, name, left, right);
+        node = left == node ? one : new_node(p, AND, node, one);
     }
     return node;
 }
 
-static Node *parse_compare(Parser *p) {
-    static const char *const operators[] = {"==", "!=", "<=", ">=", "<", ">"};
-    if (skip_name(p, "not")) {
-        enter(p->w);
-        Node *node = new_node(p, NOT, parse_compare(p), NULL);
-        leave(p->w);
-        return node;
-    }
-    Node *node = new_node(p, COMPARE, parse_level(p, 3), NULL);
-    for (;;) {
-        const char *found = NULL;
-        for (int i = 0; i < 6 && !found; i++)
-            if (skip_operator(p, operators[i])) found = operators[i];
-        const bool negated = is_name(p, "not") && p->token[1].kind == NAME && !strcmp(p->token[1].s, "in");
-        p->token += negated;
-        if (!found && skip_name(p, "in")) found = negated ? "not in" : "in";
-        if (!found) return node->list ? node : node->a;
-        Node *with = new_node(p, CONSTANT, parse_level(p, 3), NULL);
-        with->name = found;
-        append(&node->list, with);
-    }
-}
+static Node *parse_or(Parser *p) { return parse_operators(p, OR_LEVEL); }
 
 static Node *parse_expression(Parser *p) {
-    enter(p->w);
-    Node *node = parse_level(p, 0);
-    while (skip_name(p, "if")) {
-        Node *choice = new_node(p, CHOICE, NULL, node);
-        choice->a = parse_level(p, 0);
-        if (skip_name(p, "else")) choice->c = parse_expression(p);
-        node = choice;
+    Node *node = parse_or(p);
+    while (skip(p, "if")) {
+        node = new_node(p, CHOICE, parse_or(p), node);
+        if (skip(p, "else")) node->c = parse_expression(p);
     }
-    leave(p->w);
     return node;
 }
 
-/* An expression, or several with commas between them: a tuple. choice: x if y else z may stand there. */
-static Node *parse_list(Parser *p, bool choice) {
-    Node *list = NULL;
-    bool tuple = false;
-    do {
-        const bool ends = p->token->kind == CLOSE_BLOCK || p->token->kind == CLOSE_PRINT || is_operator(p, ")");
-        if (tuple && ends) break;
-        append(&list, choice ? parse_expression(p) : parse_level(p, 0));
-    } while (skip_operator(p, ",") && (tuple = true));
-    if (!tuple) return list;
-    Node *node = new_node(p, NEW_TUPLE, NULL, NULL);
-    node->list = list;
-    return node;
+/* One, or a tuple of several with commas between them. */
+static Node *parse_list(Parser *p, Node *(*parse)(Parser *p)) {
+    Node *node = parse(p), *tuple = NULL;
+    while (skip(p, ",")) {
+        if (!tuple) tuple = operation(p, sequence, "tuple", node, NULL);
+        if (p->kind == CLOSE || is(p, ")") || is(p, "=") || is(p, "in")) break;
+        add(p, tuple, none, parse(p));
+    }
+    return tuple ? tuple : node;
 }
 
-/* What a value is assigned to: a name, an attribute of a namespace, or several. */
+/* ---- the parser: statements ---- */
+
+/* What a value is assigned to: a variable, an attribute of a namespace, or several in brackets. */
 static Node *parse_target(Parser *p) {
-    Node *list = NULL;
-    bool tuple = false;
-    do {
-        if (p->token->kind != NAME && !is_operator(p, "(") && list) break;
-        const bool enclosed = skip_operator(p, "(");
-        Node *target = enclosed ? parse_target(p) : parse_name(p);
-        if (enclosed) expect(p, ")");
-        if (target->type == CONSTANT) unexpected(p, "a variable");
-        if (target->type == VARIABLE && skip_operator(p, ".")) {
-            target = new_node(p, ATTRIBUTE, target, NULL);
-            target->name = expect_name(p);
-            target->value = text_from(p->w, target->name, strlen(target->name), true);
-        }
-        append(&list, target);
-    } while (skip_operator(p, ",") && (tuple = true));
-    if (!tuple) return list;
-    Node *node = new_node(p, NEW_TUPLE, NULL, NULL);
-    node->list = list;
-    return node;
+    if (skip(p, "(")) {
+        Node *node = parse_list(p, parse_target);
+        take_token(p, ")");
+        return node;
+    }
+    Node *node = parse_name(p);
+    expect(p, node->type == VARIABLE, "a variable");
+    return skip(p, ".") ? operation(p, attribute, "", node, constant(p, take_name(p))) : node;
+}
+
+/* The text before a tag, without the white space that the tag's sign takes or, before a block or comment that begins a
+ * line, the indentation; NULL: there is none. */
+static Node *parse_data(Parser *p, const char *tag) {
+    const char *s = p->s, *end = tag, *line = tag;
+    uint32_t c;
+    while (line > s && line[-1] != '\n') line--;
+    if (*tag && tag[2] == '-')
+        for (end = s; (s = skip_space(s)) < tag; end = s) s += utf8_decode(s, (size_t)(tag - s), &c);
+    else if (*tag && tag[2] != '+' && tag[1] != '{' && skip_space(line) == tag)
+        end = line > s || s == p->begin || s[-1] == '\n' ? line : tag;
+    const Value data = text_from(p->w, p->s, (size_t)(end - p->s), true);
+    advance(p, tag);
+    return data.n ? new_node(p, WRITE, constant(p, data), NULL) : NULL;
+}
+
+/* What follows the block of this one word that begins at `tag`; NULL: none does. */
+static const char *word_tag(const char *tag, const char *word) {
+    const char *s = skip_space(tag + 2 + (tag[2] == '-' || tag[2] == '+'));
+    return tag[1] == '%' && begins(s, word) ? tag_end(skip_space(s + strlen(word)), "%}") : NULL;
+}
+
+static const char *find_tag(const char *s, const char *kinds) {
+    while (*s && !(*s == '{' && s[1] && strchr(kinds, s[1]))) s++;
+    return s;
 }
 
 static Node *parse_statement(Parser *p);
 
-/* Statements up to a block that begins with one of the words in `ends`; the token is then behind that word. */
-static Node *parse_body(Parser *p, const char *ends) {
-    Node *list = NULL, **last = &list;
-    enter(p->w);
-    for (Node *node;; last = &(*last = node)->next) {
-        if (p->token->kind == END && *ends) unexpected(p, ends);
-        if (p->token->kind == END) break;
-        if (p->token->kind == OPEN_BLOCK && p->token[1].kind == NAME && text_listed(ends, p->token[1].s)) break;
-        if (p->token->kind == OPEN_BLOCK) {
-            node = parse_statement(p);
-            continue;
-        }
-        node = new_node(p, WRITE, NULL, NULL);
-        if (p->token->kind == DATA) {
-            node->a = new_node(p, CONSTANT, NULL, NULL);
-            node->a->value = text_from(p->w, p->token->s, p->token->n, true);
-        } else {
-            p->token++;
-            node->a = parse_list(p, true);
-            if (p->token->kind != CLOSE_PRINT) unexpected(p, "}}");
-        }
-        p->token++;
+/* A comment, a raw block or another tag; NULL: it ends a body, as parse_body() says. */
+static Node *parse_tag(Parser *p, const char *end) {
+    const char *behind = word_tag(p->s, "raw"), *tag;
+    Node *node = new_node(p, SCOPE, NULL, NULL);
+    if (p->s[1] == '#') {
+        for (tag = p->s + 2; *tag && !tag_end(tag, "#}");) tag++;
+        if (!*tag) wrong(p->w, "a comment does not end");
+        advance(p, tag_end(tag, "#}"));
+    } else if (behind) {
+        for (tag = find_tag(behind, "%"); *tag && !word_tag(tag, "endraw");) tag = find_tag(tag + 1, "%");
+        if (!*tag) wrong(p->w, "raw does not end");
+        advance(p, behind);
+        node->list = parse_data(p, tag);
+        advance(p, word_tag(tag, "endraw"));
+    } else {
+        const bool prints = !p->prelude && p->s[1] == '{';
+        p->close = p->prelude ? ";" : prints ? "}}" : "%}";
+        p->brackets = 0;
+        if (!p->prelude) advance(p, p->s + 2 + (p->s[2] == '-' || p->s[2] == '+'));
+        next(p);
+        if (*end && !prints && (is(p, end) || is(p, "else") || is(p, "elif"))) return NULL;
+        node = prints ? new_node(p, WRITE, parse_list(p, parse_expression), NULL) : parse_statement(p);
+        expect(p, p->kind == CLOSE, p->close);
     }
-    p->token += *ends ? 2 : 0;
-    leave(p->w);
+    return node;
+}
+
+/* Statements up to a block that begins with `end`, else or elif, which is the current token then; "": up to the end. */
+static Node *parse_body(Parser *p, const char *end) {
+    Node *list = NULL, **last = &list;
+    for (;;) {
+        *last = p->prelude ? NULL : parse_data(p, find_tag(p->s, "{%#"));
+        if (*last) last = &(*last)->next;
+        if (!*p->s && *end) wrong(p->w, "the template ends where %s should stand", end);
+        if (!*p->s || !(*last = parse_tag(p, end))) break;
+        last = &(*last)->next;
+    }
     return list;
 }
 
-static Node *parse_if(Parser *p) {
-    Node *node = new_node(p, IF, parse_list(p, false), NULL);
-    expect_close(p);
-    node->list = parse_body(p, "elif else endif");
-    const char *end = p->token[-1].s;
-    if (!strcmp(end, "elif")) {
-        enter(p->w);
-        node->c = parse_if(p);
-        leave(p->w);
-        return node;
-    }
-    expect_close(p);
-    if (!strcmp(end, "else")) {
-        node->c = parse_body(p, "endif");
-        expect_close(p);
-    }
-    return node;
+/* The end of a block's first tag, its body, and the word that ends it. */
+static Node *parse_block(Parser *p, const char *end) {
+    expect(p, p->kind == CLOSE, p->close);
+    Node *list = parse_body(p, end);
+    take_token(p, end);
+    return list;
 }
 
-static Node *parse_for(Parser *p) {
-    Node *node = new_node(p, FOR, parse_target(p), NULL);
-    if (!skip_name(p, "in")) unexpected(p, "in");
-    node->b = parse_list(p, false);
-    if (skip_name(p, "if")) node->c = parse_expression(p);
-    if (is_name(p, "recursive")) wrong(p->w, "recursive loops are not supported");
-    expect_close(p);
-    node->list = parse_body(p, "else endfor");
-    if (!strcmp(p->token[-1].s, "else")) {
-        expect_close(p);
-        node->d = parse_body(p, "endfor");
+/* The same for if and for, with what they have behind elif or else. */
+static Node *parse_branches(Parser *p, Node *node, const char *end) {
+    expect(p, p->kind == CLOSE, p->close);
+    node->list = parse_body(p, end);
+    if (node->type == IF && skip(p, "elif")) {
+        node->c = parse_branches(p, new_node(p, IF, parse_list(p, parse_or), NULL), end);
+    } else if (skip(p, "else")) {
+        node->c = parse_block(p, end);
+    } else {
+        take_token(p, end);
     }
-    expect_close(p);
     return node;
-}
-
-/* Filters of a variable without a name, which is the text of a block. `first`: they begin without a bar. */
-static Node *parse_block_filters(Parser *p, bool first) {
-    Node *node = new_node(p, VARIABLE, NULL, NULL);
-    if (first) {
-        node = parse_row(p, FILTER, node);
-        if (skip_operator(p, "(")) node->list = parse_arguments(p);
-    }
-    return parse_filters(p, node);
 }
 
 static Node *parse_set(Parser *p) {
-    Node *node = new_node(p, SET, parse_target(p), NULL);
-    if (skip_operator(p, "=")) {
-        node->b = parse_list(p, true);
-        expect_close(p);
-        return node;
-    }
-    node->c = parse_block_filters(p, false);
-    expect_close(p);
-    node->list = parse_body(p, "endset");
-    expect_close(p);
-    return node;
-}
-
-/* The parameters and the body of a macro or of a call block, whose end is `end`. */
-static Node *parse_macro(Parser *p, const char *name, const char *end, bool parameters) {
-    Node *node = new_node(p, MACRO, NULL, NULL), *outer = p->macro, *call = NULL;
-    node->name = name;
-    if (parameters) expect(p, "(");
-    while (parameters && !skip_operator(p, ")")) {
-        Node *parameter = new_node(p, VARIABLE, NULL, NULL);
-        parameter->name = expect_name(p);
-        if (skip_operator(p, "=")) parameter->a = parse_expression(p);
-        append(&node->a, parameter);
-        if (!is_operator(p, ")")) expect(p, ",");
-    }
-    if (!name) {
-        call = parse_expression(p);
-        if (call->type != CALL) wrong(p->w, "a call block needs a call");
-    }
-    expect_close(p);
-    p->macro = node;
-    node->list = parse_body(p, end);
-    p->macro = outer;
-    expect_close(p);
-    node->b = call;
-    if (!name) node->type = CALL_BLOCK;
+    Node *target = parse_list(p, parse_target), *text = new_node(p, WRITTEN, NULL, NULL);
+    if (skip(p, "=")) return new_node(p, SET, target, parse_list(p, parse_expression));
+    Node *node = new_node(p, SET, target, parse_filters(p, text));
+    text->list = parse_block(p, "endset");
     return node;
 }
 
 static Node *parse_with(Parser *p) {
-    Node *node = new_node(p, WITH, NULL, NULL);
-    while (p->token->kind != CLOSE_BLOCK) {
-        Node *set = new_node(p, SET, parse_target(p), NULL);
-        expect(p, "=");
+    Node *node = new_node(p, SCOPE, NULL, NULL);
+    while (p->kind != CLOSE) {
+        Node *set = append(&node->list, new_node(p, SET, parse_target(p), NULL));
+        take_token(p, "=");
         set->b = parse_expression(p);
-        append(&node->a, set);
-        if (p->token->kind != CLOSE_BLOCK) expect(p, ",");
+        if (p->kind != CLOSE) take_token(p, ",");
     }
-    expect_close(p);
-    node->list = parse_body(p, "endwith");
-    expect_close(p);
+    append(&node->list, parse_block(p, "endwith"));
     return node;
 }
 
+/* Parameters in brackets. */
+static Node *parse_parameters(Parser *p) {
+    Node *list = NULL;
+    for (take_token(p, "("); !skip(p, ")");) {
+        Node *each = append(&list, new_node(p, VARIABLE, NULL, NULL));
+        each->value = take_name(p);
+        if (skip(p, "=")) each->a = parse_expression(p);
+        if (!is(p, ")")) take_token(p, ",");
+    }
+    return list;
+}
+
+/* The body of a macro or call block, which takes these further arguments if it names them. */
+static void parse_function(Parser *p, Node *macro, const char *end) {
+    static const char *const further[] = {"caller", "varargs", "kwargs"};
+    const char *body = p->s;
+    macro->list =
+        p->prelude && skip(p, "=") ? new_node(p, RETURN, parse_list(p, parse_expression), NULL) : parse_block(p, end);
+    for (int i = 0; i < 3; i++)
+        if (memmem(body, (size_t)(p->s - body), further[i], strlen(further[i])))
+            append(&macro->a, new_node(p, VARIABLE, NULL, NULL))->value = text(p->w, further[i]);
+}
+
+/* {% call(parameters) f(arguments) %}: f gets a macro as the further argument caller. */
+static Node *parse_call(Parser *p) {
+    Node *macro = new_node(p, MACRO, is(p, "(") ? parse_parameters(p) : NULL, NULL), *node = parse_unary(p);
+    expect(p, node->type == CALL, "a call");
+    macro->value = text(p->w, "caller");
+    parse_function(p, macro, "endcall");
+    add(p, node, macro->value, macro);
+    return new_node(p, WRITE, node, NULL);
+}
+
+/* A block behind its first word, which is the current token. */
 static Node *parse_statement(Parser *p) {
-    p->token++;
-    p->w->line = p->token->line;
-    Node *node = NULL;
-    const char *word = expect_name(p);
-    if (!strcmp(word, "if")) return parse_if(p);
-    if (!strcmp(word, "for")) return parse_for(p);
-    if (!strcmp(word, "set")) return parse_set(p);
-    if (!strcmp(word, "with")) return parse_with(p);
-    if (!strcmp(word, "macro")) return parse_macro(p, expect_name(p), "endmacro", true);
-    if (!strcmp(word, "call")) return parse_macro(p, NULL, "endcall", is_operator(p, "("));
-    if (!strcmp(word, "filter")) {
-        node = new_node(p, FILTER_BLOCK, parse_block_filters(p, true), NULL);
-        expect_close(p);
-        node->list = parse_body(p, "endfilter");
-    } else if (!strcmp(word, "generation")) {
-        node = new_node(p, WITH, NULL, NULL);
-        expect_close(p);
-        node->list = parse_body(p, "endgeneration");
-    } else if (!strcmp(word, "break") || !strcmp(word, "continue")) {
-        node = new_node(p, *word == 'b' ? BREAK : CONTINUE, NULL, NULL);
-    } else {
-        wrong(p->w, "there is no block '%.40s' here", word);
+    Node *node;
+    if (skip(p, "if")) return parse_branches(p, new_node(p, IF, parse_list(p, parse_or), NULL), "endif");
+    if (skip(p, "for")) return parse_branches(p, parse_loop(p, FOR), "endfor");
+    if (skip(p, "set")) return parse_set(p);
+    if (skip(p, "with")) return parse_with(p);
+    if (skip(p, "call")) return parse_call(p);
+    if (skip(p, "break")) return new_node(p, BREAK, NULL, NULL);
+    if (skip(p, "continue")) return new_node(p, CONTINUE, NULL, NULL);
+    if (p->prelude && skip(p, "return")) return new_node(p, RETURN, parse_list(p, parse_expression), NULL);
+    if (p->prelude && skip(p, "write")) return new_node(p, WRITE, parse_list(p, parse_expression), NULL);
+    if (skip(p, "macro")) {
+        Node *name = parse_name(p), *macro = new_node(p, MACRO, parse_parameters(p), NULL);
+        macro->value = name->value;
+        parse_function(p, macro, "endmacro");
+        return new_node(p, SET, name, macro);
     }
-    expect_close(p);
+    if (skip(p, "filter")) {
+        Node *text = new_node(p, WRITTEN, NULL, NULL);
+        node = parse_named(p, "filter_", text);
+        if (skip(p, "(")) parse_items(p, node, ")");
+        node = new_node(p, WRITE, parse_filters(p, node), NULL);
+        text->list = parse_block(p, "endfilter");
+        return node;
+    }
+    if (!skip(p, "generation")) wrong(p->w, "there is no block '%.40s' here", p->token);
+    node = new_node(p, SCOPE, NULL, NULL);
+    node->list = parse_block(p, "endgeneration");
     return node;
-}
-
-/* ---- what filters, tests, methods and functions share ---- */
-
-typedef struct {
-    Value *at;
-    size_t n;
-    const Dict *named; /* or NULL */
-} Args;
-
-/* v: what a filter, test or method is applied to; a: the arguments in the order of Row.takes; all: as they came. */
-#define BUILTIN(name) static Value name(Work *w, int which, Value v, Value *a, const Args *all)
-enum { MOST_PARAMETERS = 5, ANY = -1 };
-struct Row {
-    const char *name;
-    Value (*run)(Work *w, int which, Value v, Value *a, const Args *all);
-    int which, least; /* least: so many arguments are needed; ANY: it takes any, in `all` alone */
-    const char *takes;
-};
-
-struct Function { /* a row with what it is applied to, or a macro with its scope */
-    const Row *row;
-    Value self;
-    const Node *macro;
-    struct Scope *scope;
-};
-
-static Value run_row(Work *w, const Row *row, Value v, const Args *args) {
-    Value a[MOST_PARAMETERS] = {{0}};
-    size_t n = 0, used = 0;
-    for (const char *s = row->least == ANY ? "" : row->takes; *s; n++) {
-        const size_t length = strcspn(s, " ");
-        const Value key = {TEXT, .data = s, .n = length};
-        const Value *named = args->named ? map_find(w, args->named, key) : NULL;
-        a[n] = n < args->n ? args->at[n] : named ? *named : missing;
-        used += n < args->n || named;
-        s += length + (s[length] == ' ');
-    }
-    for (int i = 0; i < row->least; i++)
-        if (a[i].kind == MISSING) wrong(w, "%s() lacks an argument", row->name);
-    if (row->least != ANY && used < args->n + (args->named ? args->named->key.n : 0))
-        wrong(w, "%s() got an argument that it does not take", row->name);
-    return row->run(w, row->which, v, a, args);
-}
-
-static const Row *row_in(const Row *rows, const char *name) {
-    while (rows->name && strcmp(rows->name, name)) rows++;
-    return rows->name ? rows : NULL;
-}
-
-/* The values that a loop over v sees. A stream gives them once. */
-static List *items_of(Work *w, Value v) {
-    List *list = new_list(w, 0);
-    spend(w, v.kind >= TEXT && v.kind <= MAP ? length_of(v) : 0);
-    if (v.kind == TEXT) {
-        for (size_t i = 0, n; i < v.n; i += n) push(w, list, part_of(v, i, n = char_length(v, i)));
-    } else if (is_list(v)) {
-        *list = *v.list;
-        if (v.kind == STREAM) v.list->n = 0;
-    } else if (v.kind == MAP) {
-        *list = v.map->key;
-    } else if (v.kind != UNDEFINED) {
-        wrong(w, "a value of kind %s cannot be iterated", kind_name(v));
-    }
-    list->room = list->n; /* whoever appends gets a copy */
-    return list;
-}
-
-static int64_t whole_of(Work *w, Value v, int64_t absent) {
-    if (v.kind == MISSING) return absent;
-    if ((v.kind != WHOLE && v.kind != BOOL) || v.digits) wrong(w, "a whole number is needed, not a %s", kind_name(v));
-    return v.whole;
-}
-
-static Value need_text(Work *w, Value v) {
-    if (v.kind != TEXT) wrong(w, "a text is needed, not a value of kind %s", kind_name(v));
-    return v;
-}
-
-static Value get_attribute(Work *w, Value v, Value name);
-static Value get_item(Work *w, Value v, Value key);
-static Value call(Work *w, Value f, const Args *args);
-
-/* v's part at a path like "function.name" or 0; v itself without one. */
-static Value get_path(Work *w, Value v, Value path) {
-    if (path.kind == MISSING || path.kind == NONE) return v;
-    if (path.kind != TEXT) return get_item(w, v, path);
-    for (size_t begin = 0, end; begin <= path.n; begin = end + 1) {
-        const char *dot = memchr(path.data + begin, '.', path.n - begin);
-        end = dot ? (size_t)(dot - path.data) : path.n;
-        const Value name = part_of(path, begin, end - begin);
-        char *rest;
-        const Value index = whole(strtoll(c_text(w, name), &rest, 10));
-        v = get_item(w, v, name.n && !*rest ? index : name);
-    }
-    return v;
-}
-
-/* What items are sorted and compared by: themselves, or what stands at a path or at several, "a.b,c". */
-static List *keys_of(Work *w, const List *list, Value path, bool exact) {
-    List *keys = new_list(w, list->n);
-    for (size_t i = 0; i < list->n; i++) {
-        const char *comma = path.kind == TEXT ? memchr(path.data, ',', path.n) : NULL;
-        Value key = get_path(w, list->item[i], comma ? part_of(path, 0, (size_t)(comma - path.data)) : path);
-        if (comma) {
-            const Value rest = part_of(path, (size_t)(comma + 1 - path.data), path.n - (size_t)(comma + 1 - path.data));
-            const List *one = &(List){.item = list->item + i, .n = 1};
-            key = pair_of(w, key, keys_of(w, one, rest, exact)->item[0]);
-        }
-        push(w, keys, key.kind == TEXT && !exact ? with_case(w, key, LOWER) : key);
-    }
-    return keys;
-}
-
-/* A merge sort; equal ones keep their order. */
-static List *sorted(Work *w, const List *list, const List *keys, bool down) {
-    const size_t n = list->n;
-    size_t *order = take(w, 2 * n * sizeof *order), *other = order + n;
-    for (size_t i = 0; i < n; i++) order[i] = i;
-    for (size_t half = 1; half < n; half *= 2) {
-        for (size_t begin = 0; begin < n; begin += 2 * half) {
-            const size_t middle = begin + half < n ? begin + half : n, end = middle + half < n ? middle + half : n;
-            for (size_t to = begin, a = begin, b = middle; to < end; to++) {
-                const int c = a < middle && b < end ? compare(w, keys->item[order[b]], keys->item[order[a]]) : 0;
-                const bool second = a == middle || (b < end && (down ? c > 0 : c < 0));
-                other[to] = order[second ? b++ : a++];
-            }
-        }
-        size_t *swapped = order;
-        order = other;
-        other = swapped;
-    }
-    List *out = new_list(w, n);
-    for (size_t i = 0; i < n; i++) push(w, out, list->item[order[i]]);
-    return out;
-}
-
-static bool contains(Work *w, Value v, Value item) {
-    if (v.kind == TEXT) return find(w, v, need_text(w, item), 0) != SIZE_MAX;
-    if (v.kind == MAP) return map_find(w, v.map, item);
-    const List *list = items_of(w, v);
-    for (size_t i = 0; i < list->n; i++) {
-        spend(w, 0);
-        if (equal(w, list->item[i], item)) return true;
-    }
-    return false;
-}
-
-static bool ordered(Work *w, const char *operator, Value a, Value b) {
-    if (*operator== '=' || * operator== '!') return equal(w, a, b) == (*operator== '=');
-    if (*operator== 'i' || * operator== 'n') return contains(w, b, a) == (*operator== 'i');
-    const int order = compare(w, a, b);
-    return (operator[1] == '=' && !order) || (*operator== '<' ? order < 0 : order> 0);
-}
-
-/* How a value is written: %-5.2f, {:>8}. */
-typedef struct {
-    char align, sign, type; /* align: <, >, ^, = (zeros behind the sign) */
-    bool alternate;
-    Value fill;
-    int64_t width, precision;
-} Shape;
-
-static void put_shaped(Work *w, Buffer *b, Value v, Shape s) {
-    char format[32], text[400];
-    const bool number = s.type && strchr("dixXoeEfFgG", s.type);
-    Value shown = v;
-    if (s.width > 10000 || s.precision > 300) wrong(w, "a field is too wide");
-    if (number && (!is_number(v) || v.digits)) wrong(w, "%%%c needs a number, not a %s", s.type, kind_name(v));
-    snprintf(format, sizeof format, "%%%.1s%s.*%s%c", s.sign ? &s.sign : "", s.alternate ? "#" : "",
-             strchr("dixXo", s.type) ? "ll" : "", s.type == 'i' ? 'd' : s.type);
-    if (number && strchr("dixXo", s.type))
-        snprintf(text, sizeof text, format, s.precision < 0 ? 1 : (int)s.precision,
-                 v.kind == REAL ? (long long)v.real : (long long)v.whole);
-    else if (number)
-        snprintf(text, sizeof text, format, s.precision < 0 ? 6 : (int)s.precision, number_of(v));
-    if (number) {
-        shown = text_from(w, text, strlen(text), v.own);
-    } else if (s.type == 'r') {
-        Buffer repr = {0};
-        put_value(w, &repr, v, true);
-        shown = text_of(&repr);
-    } else {
-        shown = to_text(w, v);
-    }
-    int64_t pad = s.width - (int64_t)count_chars(w, shown);
-    if (!number && s.precision >= 0)
-        for (size_t i = 0, chars = 0; i < shown.n; i += char_length(shown, i))
-            if (chars++ == (size_t)s.precision) shown.n = i;
-    const size_t sign = s.align == '=' && shown.n && strchr("+- ", *shown.data) ? 1 : 0;
-    const int64_t before = pad < 0 || s.align == '<' ? 0 : s.align == '^' ? pad / 2 : pad;
-    put(w, b, part_of(shown, 0, sign));
-    for (int64_t i = 0; i < before; i++) put(w, b, s.fill);
-    put(w, b, part_of(shown, sign, shown.n - sign));
-    for (int64_t i = before; i < pad; i++) put(w, b, s.fill);
-}
-
-static int64_t read_whole(Value text, size_t *i, int64_t absent) {
-    int64_t n = absent;
-    for (; *i < text.n && isdigit((unsigned char)text.data[*i]); ++*i)
-        n = (n == absent ? 0 : n < 100000 ? n * 10 : n) + text.data[*i] - '0';
-    return n;
-}
-
-/* Python's text % values. */
-static Value print(Work *w, Value text, Value values) {
-    Buffer b = {0};
-    const Value space = text_from(w, " ", 1, true), zero = text_from(w, "0", 1, true);
-    size_t used = 0;
-    for (size_t i = 0; i < text.n; i++) {
-        Shape s = {.align = '>', .fill = space};
-        Value v = missing;
-        if (text.data[i] != '%') {
-            put(w, &b, part_of(text, i, 1));
-            continue;
-        }
-        if (++i < text.n && text.data[i] == '(') {
-            const char *end = memchr(text.data + i, ')', text.n - i);
-            if (!end || values.kind != MAP) wrong(w, "%%(name) needs a mapping");
-            v = get_item(w, values, part_of(text, i + 1, (size_t)(end - text.data) - i - 1));
-            i = (size_t)(end - text.data) + 1;
-        }
-        for (; i < text.n && strchr("-+ 0#", text.data[i]); i++) {
-            const char flag = text.data[i];
-            if (flag == '-') s.align = '<';
-            if (flag == '0' && s.align != '<') s.align = '=', s.fill = zero;
-            if (flag == '+' || flag == ' ') s.sign = flag;
-            s.alternate = s.alternate || flag == '#';
-        }
-        s.width = read_whole(text, &i, 0);
-        s.precision = i < text.n && text.data[i] == '.' ? (i++, read_whole(text, &i, 0)) : -1;
-        s.type = i < text.n ? text.data[i] : 0;
-        if (s.type == '%') {
-            put(w, &b, part_of(text, i, 1));
-            continue;
-        }
-        if (!s.type || !strchr("srdixXoeEfFgG", s.type)) wrong(w, "a format of Python is not supported");
-        if (v.kind == MISSING && values.kind == TUPLE && used == values.list->n) wrong(w, "a format lacks an argument");
-        if (v.kind == MISSING) v = values.kind == TUPLE ? values.list->item[used++] : (used++, values);
-        put_shaped(w, &b, v, s);
-    }
-    if (values.kind == TUPLE ? used < values.list->n : values.kind != MAP && used != 1)
-        wrong(w, "a format does not use all arguments, or lacks one");
-    return text_of(&b);
-}
-
-/* ---- filters ---- */
-
-BUILTIN(change_case) { return with_case(w, to_text(w, v), (Case)which); }
-BUILTIN(do_strip) { return strip(w, to_text(w, v), a[0], which); }
-BUILTIN(do_length) {
-    if (v.kind != UNDEFINED && (v.kind < TEXT || v.kind > MAP || v.kind == STREAM))
-        wrong(w, "a %s has no length", kind_name(v));
-    return whole(v.kind == UNDEFINED ? 0 : (int64_t)(v.kind == TEXT ? count_chars(w, v) : length_of(v)));
-}
-BUILTIN(do_default) {
-    const bool taken = v.kind == UNDEFINED || v.kind == MISSING || (truth(a[1]) && !truth(v));
-    return taken ? (a[0].kind == MISSING ? text_from(w, "", 0, true) : a[0]) : v;
-}
-BUILTIN(do_first) {
-    if (which && v.kind == STREAM) wrong(w, "a generator cannot be read backwards");
-    const List *list = items_of(w, v);
-    return list->n ? list->item[which ? list->n - 1 : 0] : undefined("the item of an empty list");
-}
-BUILTIN(do_list) { return of_list(LIST, items_of(w, v)); }
-BUILTIN(do_string) { return to_text(w, v); }
-BUILTIN(do_same) { return v; }
-BUILTIN(do_join) {
-    Buffer b = {0};
-    const List *list = items_of(w, v);
-    const Value between = a[0].kind == MISSING ? text_from(w, "", 0, true) : to_text(w, a[0]);
-    reserve(w, &b, 0);
-    for (size_t i = 0; i < list->n; i++) {
-        if (i) put(w, &b, between);
-        if (which) need_text(w, list->item[i]);
-        put_value(w, &b, get_path(w, list->item[i], a[1]), false);
-    }
-    return text_of(&b);
-}
-BUILTIN(method_join) { return do_join(w, 1, a[0], (Value[]){v, missing}, all); }
-BUILTIN(do_replace) {
-    if (!which) v = to_text(w, v), a[0] = to_text(w, a[0]), a[1] = to_text(w, a[1]);
-    return replace(w, v, need_text(w, a[0]), need_text(w, a[1]), a[2].kind == NONE ? -1 : whole_of(w, a[2], -1));
-}
-BUILTIN(do_items) { /* items, keys, values of a mapping */
-    static const char *const names[] = {"dict_keys", "dict_values", "dict_items"};
-    if (v.kind == UNDEFINED) return of_list(STREAM, new_list(w, 0));
-    if (v.kind != MAP) wrong(w, "a %s has no items", kind_name(v));
-    List *list = new_list(w, v.map->key.n);
-    for (size_t i = 0; i < v.map->key.n; i++) {
-        const Value key = v.map->key.item[i], value = v.map->value.item[i];
-        push(w, list, which == 0 ? key : which == 1 ? value : pair_of(w, key, value));
-    }
-    list->view = names[which > 2 ? 2 : which];
-    return of_list(which > 2 ? STREAM : VIEW, list);
-}
-BUILTIN(do_reverse) {
-    const List *list = items_of(w, v);
-    List *out = new_list(w, list->n);
-    for (size_t i = list->n; i--;) push(w, out, list->item[i]);
-    return v.kind == TEXT ? do_join(w, 0, of_list(LIST, out), (Value[]){missing, missing}, all) : of_list(STREAM, out);
-}
-BUILTIN(do_sort) {
-    const List *list = items_of(w, v);
-    return of_list(LIST, sorted(w, list, keys_of(w, list, a[2], truth(a[1])), truth(a[0])));
-}
-BUILTIN(do_dictsort) {
-    const List *list = do_items(w, 2, v, a, all).list;
-    const Value by = whole(is_text(a[1], "value"));
-    return of_list(LIST, sorted(w, list, keys_of(w, list, by, truth(a[0])), truth(a[2])));
-}
-BUILTIN(do_extreme) {
-    const List *list = items_of(w, v), *keys = keys_of(w, list, a[1], truth(a[0]));
-    size_t best = 0;
-    for (size_t i = 1; i < list->n; i++) {
-        const int order = compare(w, keys->item[i], keys->item[best]);
-        if (which ? order > 0 : order < 0) best = i;
-    }
-    return list->n ? list->item[best] : undefined("the extreme of an empty list");
-}
-BUILTIN(do_unique) {
-    const List *list = items_of(w, v), *keys = keys_of(w, list, a[1], truth(a[0]));
-    List *out = new_list(w, 0), *seen = new_list(w, 0);
-    for (size_t i = 0; i < list->n; i++) {
-        if (contains(w, of_list(LIST, seen), keys->item[i])) continue;
-        push(w, out, list->item[i]), push(w, seen, keys->item[i]);
-    }
-    return of_list(STREAM, out);
-}
-BUILTIN(do_groupby) {
-    const List *list = items_of(w, v), *keys = keys_of(w, list, a[0], truth(a[2]));
-    List *out = new_list(w, 0), *group = NULL;
-    list = sorted(w, list, keys, false), keys = sorted(w, keys, keys, false);
-    for (size_t i = 0; i < list->n; i++) {
-        if (!i || !equal(w, keys->item[i], keys->item[i - 1])) {
-            group = new_list(w, 0);
-            const Value named = get_path(w, list->item[i], a[0]);
-            push(w, out, pair_of(w, named, of_list(LIST, group)));
-            out->item[out->n - 1].list->view = "group";
-        }
-        push(w, group, list->item[i]);
-    }
-    return of_list(LIST, out);
-}
-static Value add(Work *w, const char *operator, Value a, Value b);
-BUILTIN(do_sum) {
-    const List *list = items_of(w, v);
-    Value sum = a[1].kind == MISSING ? whole(0) : a[1];
-    for (size_t i = 0; i < list->n; i++) sum = add(w, "+", sum, get_path(w, list->item[i], a[0]));
-    return sum;
-}
-static Args behind(const Args *all, size_t n) {
-    n = n < all->n ? n : all->n;
-    return (Args){all->at + n, all->n - n, all->named};
-}
-static const Row *row_of(Work *w, bool test, Value name) {
-    const Row *row = find_row(test, c_text(w, need_text(w, name)));
-    if (!row) wrong(w, "there is no filter or test of this name");
-    return row;
-}
-BUILTIN(do_map) {
-    List *list = items_of(w, v), *out = new_list(w, list->n);
-    const Value key = text_from(w, "attribute", 9, true), absent = text_from(w, "default", 7, true);
-    const Value *path = all->named ? map_find(w, all->named, key) : NULL;
-    const Value *initial = all->named ? map_find(w, all->named, absent) : NULL;
-    if (!path && !all->n) wrong(w, "map() lacks an argument");
-    const Args rest = behind(all, 1);
-    const Row *row = path ? NULL : row_of(w, false, all->at[0]);
-    for (size_t i = 0; i < list->n; i++) {
-        Value each = row ? run_row(w, row, list->item[i], &rest) : get_path(w, list->item[i], *path);
-        push(w, out, !row && initial && each.kind == UNDEFINED ? *initial : each);
-    }
-    return of_list(STREAM, out);
-}
-enum { REJECT = 1, BY_ATTRIBUTE = 2 };
-BUILTIN(do_select) {
-    const size_t skip = which & BY_ATTRIBUTE ? 1 : 0;
-    List *list = items_of(w, v), *out = new_list(w, 0);
-    if (all->n < skip) wrong(w, "selectattr() lacks an argument");
-    const Row *row = all->n > skip ? row_of(w, true, all->at[skip]) : NULL;
-    const Args rest = behind(all, skip + 1);
-    for (size_t i = 0; i < list->n; i++) {
-        const Value each = skip ? get_path(w, list->item[i], all->at[0]) : list->item[i];
-        if (truth(row ? run_row(w, row, each, &rest) : each) != (which & REJECT)) push(w, out, list->item[i]);
-    }
-    return of_list(STREAM, out);
-}
-BUILTIN(do_batch) { /* batch: rows of so many; slice: so many rows */
-    List *list = items_of(w, v), *out = new_list(w, 0);
-    const int64_t count = whole_of(w, a[0], 1);
-    if (count < 1 || count > MOST_RANGE) wrong(w, "batch() and slice() need a number from 1 on");
-    const size_t rows = which ? (size_t)count : (list->n + (size_t)count - 1) / (size_t)count, longer = list->n % rows;
-    for (size_t i = 0, at = 0; i < rows; i++) {
-        List *row = new_list(w, 0);
-        const size_t n = which ? list->n / rows + (i < longer) : (size_t)count;
-        for (size_t k = 0; k < n && at < list->n; k++) push(w, row, list->item[at++]);
-        const bool fills = a[1].kind > NONE && (which ? i >= longer && longer : true);
-        while (fills && row->n < (which ? n + 1 : n)) push(w, row, a[1]);
-        push(w, out, of_list(LIST, row));
-    }
-    return of_list(STREAM, out);
-}
-BUILTIN(do_whole) {
-    const Value absent = a[0].kind == MISSING ? whole(0) : a[0];
-    if (v.kind == WHOLE || v.kind == BOOL) return (Value){WHOLE, v.own, .whole = v.whole, .digits = v.digits};
-    double x = v.kind == REAL ? v.real : NAN;
-    if (v.kind == TEXT) {
-        const Value text = strip(w, v, missing, LEFT | RIGHT);
-        char *s = c_text(w, text), *end;
-        errno = 0;
-        const int64_t n = strtoll(s, &end, (int)whole_of(w, a[1], 10));
-        if (text.n && !*end && !errno) return (Value){WHOLE, false, .whole = n, .digits = NULL};
-        x = strtod(s, &end);
-        if (*end || end == s || strpbrk(s, "xX")) return absent;
-    }
-    return fabs(x) < 9e18 ? (Value){WHOLE, v.kind == REAL && v.own, .whole = (int64_t)x, .digits = NULL} : absent;
-}
-BUILTIN(do_real) {
-    char *s, *end;
-    if (is_number(v)) return (Value){REAL, v.own, .real = number_of(v)};
-    if (v.kind == TEXT) {
-        s = c_text(w, strip(w, v, missing, LEFT | RIGHT));
-        const double x = strtod(s, &end);
-        if (*s && !*end && !strpbrk(s, "xX(")) return (Value){REAL, false, .real = x};
-    }
-    return a[0].kind == MISSING ? real(0) : a[0];
-}
-BUILTIN(do_abs) {
-    if (!is_number(v) || v.digits) wrong(w, "abs() needs a number, not a %s", kind_name(v));
-    if (v.kind == REAL) return (Value){REAL, v.own, .real = fabs(v.real)};
-    return (Value){WHOLE, v.own, .whole = v.whole < 0 ? -v.whole : v.whole, .digits = NULL};
-}
-BUILTIN(do_round) {
-    char text[400];
-    const int64_t places = whole_of(w, a[0], 0);
-    const bool common = a[1].kind == MISSING || is_text(a[1], "common");
-    if (!is_number(v) || places < -300 || places > 300) wrong(w, "round() needs a number, not a %s", kind_name(v));
-    if (common && v.kind != REAL && places >= 0) return v;
-    const double scale = pow(10, (double)places), x = number_of(v);
-    if (!common) return real((is_text(a[1], "ceil") ? ceil(x * scale) : floor(x * scale)) / scale);
-    if (places < 0) return real(rint(x * scale) / scale);
-    snprintf(text, sizeof text, "%.*f", (int)places, x);
-    return (Value){REAL, v.own, .real = strtod(text, NULL)};
-}
-static List *split_lines(Work *w, Value v, bool keep) {
-    List *list = new_list(w, 0);
-    size_t begin = 0;
-    for (size_t i = 0, n; i < v.n; i += n) {
-        const int32_t c = char_at(v, i);
-        n = char_length(v, i);
-        if (!((c >= 10 && c <= 13) || (c >= 28 && c <= 30) || c == 0x85 || c == 0x2028 || c == 0x2029)) continue;
-        const size_t end = i;
-        if (c == '\r' && i + 1 < v.n && v.data[i + 1] == '\n') n++;
-        push(w, list, part_of(v, begin, (keep ? i + n : end) - begin));
-        begin = i + n;
-    }
-    if (begin < v.n) push(w, list, part_of(v, begin, v.n - begin));
-    return list;
-}
-BUILTIN(do_splitlines) { return of_list(LIST, split_lines(w, v, truth(a[0]))); }
-static Value spaces(Work *w, int64_t n) {
-    Buffer b = {0};
-    if (n > MOST_RANGE) wrong(w, "an indentation is too wide");
-    reserve(w, &b, 0);
-    for (; n > 0; n--) put_own(w, &b, " ");
-    return text_of(&b);
-}
-BUILTIN(do_indent) {
-    Buffer b = {0}, out = {0};
-    const Value by = a[0].kind == TEXT ? a[0] : spaces(w, whole_of(w, a[0], 4));
-    put(w, &b, to_text(w, v)), put_own(w, &b, "\n");
-    const List *lines = split_lines(w, text_of(&b), false);
-    for (size_t i = 0; i < lines->n; i++) {
-        if (i) put_own(w, &out, "\n");
-        if (i ? truth(a[2]) || lines->item[i].n : truth(a[1])) put(w, &out, by);
-        put(w, &out, lines->item[i]);
-    }
-    return text_of(&out);
-}
-BUILTIN(do_center) {
-    Buffer b = {0};
-    const int64_t width = whole_of(w, a[0], 80), pad = width - (int64_t)count_chars(w, v = to_text(w, v));
-    const int64_t before = pad > 0 ? pad / 2 + (pad & width & 1) : 0;
-    put(w, &b, spaces(w, before)), put(w, &b, v), put(w, &b, spaces(w, pad - before));
-    return text_of(&b);
-}
-static Value slice_of(Work *w, Value v, Value from, Value to, Value step);
-BUILTIN(do_truncate) {
-    Buffer b = {0};
-    const Value end = a[2].kind == MISSING ? text_from(w, "...", 3, true) : need_text(w, a[2]);
-    const int64_t length = whole_of(w, a[0], 255), leeway = a[3].kind == NONE ? 5 : whole_of(w, a[3], 5);
-    if ((int64_t)count_chars(w, v = to_text(w, v)) <= length + leeway) return v;
-    Value kept = slice_of(w, v, missing, whole(length - (int64_t)count_chars(w, end)), missing);
-    const char *space = truth(a[1]) ? NULL : memrchr(kept.data, ' ', kept.n);
-    if (space) kept.n = (size_t)(space - kept.data);
-    put(w, &b, kept), put(w, &b, end);
-    return text_of(&b);
-}
-BUILTIN(do_wordcount) {
-    int64_t words = 0;
-    bool inside = false;
-    v = to_text(w, v);
-    for (size_t i = 0; i < v.n; i += char_length(v, i)) {
-        const bool letter = v.data[i] == '_' || strchr("LN", *utf8proc_category_string(char_at(v, i)));
-        words += letter && !inside;
-        inside = letter;
-    }
-    return whole(words);
-}
-BUILTIN(do_attr) {
-    const Value found = get_attribute(w, v, need_text(w, a[0]));
-    return v.kind == MAP && found.kind != FUNCTION ? undefined("an attribute") : found;
-}
-BUILTIN(do_print) {
-    List *list = new_list(w, all->n);
-    for (size_t i = 0; i < all->n; i++) push(w, list, all->at[i]);
-    if (all->named && all->n) wrong(w, "format() takes values or names");
-    Dict map = all->named ? *all->named : (Dict){0};
-    return print(w, to_text(w, v), all->named ? (Value){MAP, .map = &map} : of_list(TUPLE, list));
-}
-BUILTIN(do_json) {
-    Buffer b = {0};
-    const bool indented = a[0].kind > NONE;
-    JsonStyle style = {text_from(w, ", ", indented ? 1 : 2, true), text_from(w, ": ", 2, true), missing, truth(a[1]),
-                       truth(a[3])};
-    if (indented) style.indent = a[0].kind == TEXT ? a[0] : spaces(w, whole_of(w, a[0], 0));
-    if (a[2].kind > NONE) {
-        const List *pair = items_of(w, a[2]);
-        if (pair->n != 2) wrong(w, "separators are two texts");
-        style.comma = need_text(w, pair->item[0]), style.colon = need_text(w, pair->item[1]);
-    }
-    put_json(w, &b, v, &style, 0);
-    return text_of(&b);
-}
-
-static const Row filters[] = {
-    {"abs", do_abs, 0, 0, ""},
-    {"attr", do_attr, 0, 1, "name"},
-    {"batch", do_batch, 0, 1, "linecount fill_with"},
-    {"capitalize", change_case, CAPITALIZED, 0, ""},
-    {"center", do_center, 0, 0, "width"},
-    {"count", do_length, 0, 0, ""},
-    {"d", do_default, 0, 0, "default_value boolean"},
-    {"default", do_default, 0, 0, "default_value boolean"},
-    {"dictsort", do_dictsort, 0, 0, "case_sensitive by reverse"},
-    {"first", do_first, 0, 0, ""},
-    {"float", do_real, 0, 0, "default"},
-    {"format", do_print, 0, ANY, NULL},
-    {"groupby", do_groupby, 0, 1, "attribute default case_sensitive"},
-    {"indent", do_indent, 0, 0, "width first blank"},
-    {"int", do_whole, 0, 0, "default base"},
-    {"items", do_items, 3, 0, ""},
-    {"join", do_join, 0, 0, "d attribute"},
-    {"last", do_first, 1, 0, ""},
-    {"length", do_length, 0, 0, ""},
-    {"list", do_list, 0, 0, ""},
-    {"lower", change_case, LOWER, 0, ""},
-    {"map", do_map, 0, ANY, NULL},
-    {"max", do_extreme, 1, 0, "case_sensitive attribute"},
-    {"min", do_extreme, 0, 0, "case_sensitive attribute"},
-    {"reject", do_select, REJECT, ANY, NULL},
-    {"rejectattr", do_select, REJECT | BY_ATTRIBUTE, ANY, NULL},
-    {"replace", do_replace, 0, 2, "old new count"},
-    {"reverse", do_reverse, 0, 0, ""},
-    {"round", do_round, 0, 0, "precision method"},
-    {"safe", do_string, 0, 0, ""},
-    {"select", do_select, 0, ANY, NULL},
-    {"selectattr", do_select, BY_ATTRIBUTE, ANY, NULL},
-    {"slice", do_batch, 1, 1, "slices fill_with"},
-    {"sort", do_sort, 0, 0, "reverse case_sensitive attribute"},
-    {"string", do_string, 0, 0, ""},
-    {"sum", do_sum, 0, 0, "attribute start"},
-    {"title", change_case, WORDS, 0, ""},
-    {"tojson", do_json, 0, 0, "indent ensure_ascii separators sort_keys"},
-    {"trim", do_strip, LEFT | RIGHT, 0, "chars"},
-    {"truncate", do_truncate, 0, 0, "length killwords end leeway"},
-    {"unique", do_unique, 0, 0, "case_sensitive attribute"},
-    {"upper", change_case, UPPER, 0, ""},
-    {"wordcount", do_wordcount, 0, 0, ""},
-    {NULL},
-};
-
-/* ---- tests ---- */
-
-typedef enum {
-    IS_CALLABLE,
-    IS_DEFINED,
-    IS_ITERABLE,
-    IS_MAPPING,
-    IS_NONE,
-    IS_NUMBER,
-    IS_WHOLE,
-    IS_REAL,
-    IS_SEQUENCE,
-    IS_TEXT,
-    IS_BOOL,
-    IS_TRUE,
-    IS_FALSE,
-    IS_UNDEFINED,
-    IS_NOTHING
-} Is;
-BUILTIN(is_kind) {
-    const Kind k = v.kind;
-    const bool answers[] = {
-        [IS_CALLABLE] = k == FUNCTION,
-        [IS_DEFINED] = k != UNDEFINED,
-        [IS_ITERABLE] = k == UNDEFINED || (k >= TEXT && k <= MAP) || k == LOOP,
-        [IS_MAPPING] = k == MAP,
-        [IS_NONE] = k == NONE,
-        [IS_NUMBER] = is_number(v),
-        [IS_WHOLE] = k == WHOLE,
-        [IS_REAL] = k == REAL,
-        [IS_SEQUENCE] =
-            k == UNDEFINED || k == TEXT || k == LIST || k == TUPLE || k == MAP || (k == VIEW && *v.list->view == 'r'),
-        [IS_TEXT] = k == TEXT,
-        [IS_BOOL] = k == BOOL,
-        [IS_TRUE] = k == BOOL && v.whole,
-        [IS_FALSE] = k == BOOL && !v.whole,
-        [IS_UNDEFINED] = k == UNDEFINED,
-        [IS_NOTHING] = false,
-    };
-    return boolean(answers[which]);
-}
-BUILTIN(is_ordered) {
-    static const char *const operators[] = {"==", "!=", "<", "<=", ">", ">=", "in"};
-    return boolean(ordered(w, operators[which], v, a[0]));
-}
-BUILTIN(is_same) { return boolean(v.kind == a[0].kind && equal(w, v, a[0])); }
-BUILTIN(is_divisible) {
-    const int64_t n = whole_of(w, v, 0), by = which ? 2 : whole_of(w, a[0], 0);
-    if (!by) wrong(w, "a division by zero");
-    return boolean(n % by == 0 ? which != 1 : which == 1); /* 1: odd, 2: even */
-}
-BUILTIN(is_case) { /* letters there are, and all of this case */
-    bool any = false;
-    v = to_text(w, v);
-    for (size_t i = 0; i < v.n; i += char_length(v, i)) {
-        const char *category = utf8proc_category_string(char_at(v, i));
-        if (!strcmp(category, which == UPPER ? "Ll" : "Lu") || !strcmp(category, "Lt")) return boolean(false);
-        any = any || !strcmp(category, which == UPPER ? "Lu" : "Ll");
-    }
-    return boolean(any);
-}
-BUILTIN(is_row) { return boolean(find_row(which, c_text(w, need_text(w, v)))); }
-
-static const Row tests[] = {
-    {"boolean", is_kind, IS_BOOL, 0, ""},
-    {"callable", is_kind, IS_CALLABLE, 0, ""},
-    {"defined", is_kind, IS_DEFINED, 0, ""},
-    {"divisibleby", is_divisible, 0, 1, "num"},
-    {"eq", is_ordered, 0, 1, "other"},
-    {"equalto", is_ordered, 0, 1, "other"},
-    {"==", is_ordered, 0, 1, "other"},
-    {"escaped", is_kind, IS_NOTHING, 0, ""},
-    {"even", is_divisible, 2, 0, ""},
-    {"false", is_kind, IS_FALSE, 0, ""},
-    {"filter", is_row, 0, 0, ""},
-    {"float", is_kind, IS_REAL, 0, ""},
-    {"ge", is_ordered, 5, 1, "other"},
-    {">=", is_ordered, 5, 1, "other"},
-    {"gt", is_ordered, 4, 1, "other"},
-    {"greaterthan", is_ordered, 4, 1, "other"},
-    {">", is_ordered, 4, 1, "other"},
-    {"in", is_ordered, 6, 1, "seq"},
-    {"integer", is_kind, IS_WHOLE, 0, ""},
-    {"iterable", is_kind, IS_ITERABLE, 0, ""},
-    {"le", is_ordered, 3, 1, "other"},
-    {"<=", is_ordered, 3, 1, "other"},
-    {"lower", is_case, LOWER, 0, ""},
-    {"lt", is_ordered, 2, 1, "other"},
-    {"lessthan", is_ordered, 2, 1, "other"},
-    {"<", is_ordered, 2, 1, "other"},
-    {"mapping", is_kind, IS_MAPPING, 0, ""},
-    {"ne", is_ordered, 1, 1, "other"},
-    {"!=", is_ordered, 1, 1, "other"},
-    {"none", is_kind, IS_NONE, 0, ""},
-    {"number", is_kind, IS_NUMBER, 0, ""},
-    {"odd", is_divisible, 1, 0, ""},
-    {"sameas", is_same, 0, 1, "other"},
-    {"sequence", is_kind, IS_SEQUENCE, 0, ""},
-    {"string", is_kind, IS_TEXT, 0, ""},
-    {"test", is_row, 1, 0, ""},
-    {"true", is_kind, IS_TRUE, 0, ""},
-    {"undefined", is_kind, IS_UNDEFINED, 0, ""},
-    {"upper", is_case, UPPER, 0, ""},
-    {NULL},
-};
-
-static const Row *find_row(bool test, const char *name) { return row_in(test ? tests : filters, name); }
-
-/* ---- methods and functions ---- */
-
-/* split, rsplit: at white space or at a text, from one end, at most so many times. */
-BUILTIN(do_split) {
-    List *out = new_list(w, 0);
-    const bool white = a[0].kind <= NONE, right = which == RIGHT;
-    int64_t most = whole_of(w, a[1], -1);
-    if (!white && !need_text(w, a[0]).n) wrong(w, "split() needs a separator");
-    Value rest = white ? strip(w, v, missing, right ? RIGHT : LEFT) : v;
-    for (; (rest.n || !white) && most; most--) {
-        size_t begin = 0, end = 0;
-        if (white) {
-            while (!right && begin < rest.n && !is_space(char_at(rest, begin))) begin += char_length(rest, begin);
-            for (begin = right ? rest.n : begin; right && begin; begin = char_before(rest, begin))
-                if (is_space(char_at(rest, char_before(rest, begin)))) break;
-            if (begin == (right ? 0 : rest.n)) break;
-            end = begin;
-        } else {
-            begin = right ? find_last(w, rest, a[0], rest.n) : find(w, rest, a[0], 0);
-            if (begin == SIZE_MAX) break;
-            end = begin + a[0].n;
-        }
-        push(w, out, right ? part_of(rest, end, rest.n - end) : part_of(rest, 0, begin));
-        rest = right ? part_of(rest, 0, begin) : part_of(rest, end, rest.n - end);
-        if (white) rest = strip(w, rest, missing, right ? RIGHT : LEFT);
-    }
-    if (white && most) rest = strip(w, rest, missing, LEFT | RIGHT);
-    if (rest.n || !white) push(w, out, rest);
-    return right ? of_list(LIST, do_reverse(w, 0, of_list(LIST, out), a, all).list) : of_list(LIST, out);
-}
-BUILTIN(do_ends) { /* startswith, endswith */
-    const List *list = a[0].kind == TUPLE ? a[0].list : &(List){.item = a, .n = 1};
-    for (size_t i = 0; i < list->n; i++) {
-        const Value part = need_text(w, list->item[i]);
-        if (part.n <= v.n && !memcmp(v.data + (which == LEFT ? 0 : v.n - part.n), part.data, part.n))
-            return boolean(true);
-    }
-    return boolean(false);
-}
-BUILTIN(do_find) { /* find, rfind, index, rindex: the number of code points before a part */
-    const size_t at = which & RIGHT ? find_last(w, v, need_text(w, a[0]), v.n) : find(w, v, need_text(w, a[0]), 0);
-    if (at == SIZE_MAX && which & 4) wrong(w, "index() finds nothing");
-    return whole(at == SIZE_MAX ? -1 : (int64_t)count_chars(w, part_of(v, 0, at)));
-}
-BUILTIN(do_count) {
-    int64_t n = 0;
-    const Value part = need_text(w, a[0]);
-    if (!part.n) return whole((int64_t)count_chars(w, v) + 1);
-    for (size_t at = 0; (at = find(w, v, part, at)) != SIZE_MAX; at += part.n) n++;
-    return whole(n);
-}
-BUILTIN(do_remove) { /* removeprefix, removesuffix */
-    const size_t n = truth(do_ends(w, which, v, a, all)) ? a[0].n : 0;
-    return part_of(v, which == LEFT ? n : 0, v.n - n);
-}
-BUILTIN(is_letters) { /* all characters are of these categories: isdigit and the like */
-    static const char *const categories[] = {"Nd", "L", "LN"};
-    for (size_t i = 0; i < v.n; i += char_length(v, i)) {
-        const char *category = utf8proc_category_string(char_at(v, i));
-        const bool fits = which == 3 ? is_space(char_at(v, i))
-                                     : strchr(categories[which], *category) && (which || category[1] == 'd');
-        if (!fits) return boolean(false);
-    }
-    return boolean(v.n);
-}
-/* text.format(): fields {}, {0}, {name}, with a path and a shape. */
-BUILTIN(do_format) {
-    Buffer b = {0};
-    size_t used = 0;
-    reserve(w, &b, v.n);
-    for (size_t i = 0; i < v.n; i++) {
-        const char c = v.data[i];
-        if ((c == '{' || c == '}') && i + 1 < v.n && v.data[i + 1] == c)
-            i++;
-        else if (c == '{') {
-            const char *close = memchr(v.data + i, '}', v.n - i);
-            if (!close) wrong(w, "a field of format() does not end");
-            Value field = part_of(v, i + 1, (size_t)(close - v.data) - i - 1), shape = part_of(field, 0, 0);
-            i = (size_t)(close - v.data);
-            const char *colon = memchr(field.data, ':', field.n), *dot;
-            if (colon) {
-                const size_t n = (size_t)(colon - field.data);
-                shape = part_of(field, n + 1, field.n - n - 1), field.n = n;
-            }
-            dot = memchr(field.data, '.', field.n);
-            const Value first = part_of(field, 0, dot ? (size_t)(dot - field.data) : field.n);
-            size_t at = 0;
-            const int64_t number = first.n ? read_whole(first, &at, -1) : (int64_t)used++;
-            const Value *value = number >= 0 && (size_t)number < all->n ? all->at + number : NULL;
-            if (number < 0 && all->named) value = map_find(w, all->named, first);
-            if (!value) wrong(w, "format() lacks an argument");
-            Value shown = dot ? get_path(w, *value, part_of(field, first.n + 1, field.n - first.n - 1)) : *value;
-            Shape s = {.align = is_number(shown) ? '>' : '<', .fill = text_from(w, " ", 1, true)};
-            at = 0;
-            if (shape.n > 1 && strchr("<>^=", shape.data[1])) s.fill = part_of(shape, 0, 1), at = 1;
-            if (at < shape.n && strchr("<>^=", shape.data[at])) s.align = shape.data[at++];
-            if (at < shape.n && strchr("+ ", shape.data[at])) s.sign = shape.data[at++];
-            if (at < shape.n && shape.data[at] == '0') s.align = '=', s.fill = text_from(w, "0", 1, true);
-            s.width = read_whole(shape, &at, 0);
-            s.precision = at < shape.n && shape.data[at] == '.' ? (at++, read_whole(shape, &at, 0)) : -1;
-            if (at < shape.n && strchr("sdxXoeEfFgG", shape.data[at])) s.type = shape.data[at++];
-            if (at < shape.n) wrong(w, "this field of format() is not supported");
-            put_shaped(w, &b, shown, s);
-            continue;
-        } else if (c == '}')
-            wrong(w, "a '}' of format() stands alone");
-        put(w, &b, part_of(v, i, 1));
-    }
-    return text_of(&b);
-}
-BUILTIN(do_get) {
-    const Value *found = map_find(w, v.map, a[0]);
-    return found ? *found : a[1].kind == MISSING ? none : a[1];
-}
-BUILTIN(do_list_find) { /* index, count of a list */
-    int64_t n = 0;
-    for (size_t i = 0; i < v.list->n; i++) {
-        spend(w, 0);
-        const bool found = equal(w, v.list->item[i], a[0]);
-        if (found && !which) return whole((int64_t)i);
-        n += found;
-    }
-    if (!which) wrong(w, "index() finds nothing");
-    return whole(n);
-}
-
-struct Loop {
-    const List *list;
-    size_t index;
-    Value changed;
-};
-BUILTIN(loop_cycle) {
-    if (!all->n) wrong(w, "cycle() lacks an argument");
-    return all->at[v.loop->index % all->n];
-}
-BUILTIN(loop_changed) {
-    List *list = new_list(w, all->n);
-    for (size_t i = 0; i < all->n; i++) push(w, list, all->at[i]);
-    const Value now = of_list(TUPLE, list);
-    const bool changed = !equal(w, now, v.loop->changed);
-    v.loop->changed = now;
-    return boolean(changed);
-}
-BUILTIN(make_map) { /* dict, namespace */
-    Value map = new_map(w, which ? SPACE : MAP);
-    const List *list = all->n ? items_of(w, all->at[0]) : new_list(w, 0);
-    for (size_t i = 0; i < list->n; i++) {
-        const bool from_map = all->at[0].kind == MAP;
-        const List *pair = from_map ? NULL : items_of(w, list->item[i]);
-        if (pair && pair->n != 2) wrong(w, "dict() needs pairs");
-        map_set(w, map.map, pair ? pair->item[0] : list->item[i], pair ? pair->item[1] : all->at[0].map->value.item[i]);
-    }
-    for (size_t i = 0; all->named && i < all->named->key.n; i++)
-        map_set(w, map.map, all->named->key.item[i], all->named->value.item[i]);
-    for (size_t i = 0; which && i < map.map->key.n; i++)
-        if (*c_text(w, need_text(w, map.map->key.item[i])) == '_')
-            wrong(w, "a namespace stores no names that begin with _");
-    return map;
-}
-BUILTIN(make_range) {
-    const bool one = a[1].kind == MISSING;
-    const int64_t first = one ? 0 : whole_of(w, a[0], 0), last = whole_of(w, a[one ? 0 : 1], 0),
-                  step = whole_of(w, a[2], 1);
-    List *list = new_list(w, 0);
-    if (!step) wrong(w, "range() needs a step");
-    for (int64_t i = first; (step > 0 ? i < last : i > last) && !__builtin_add_overflow(i, step, &i);) {
-        if (list->n == MOST_RANGE) wrong(w, "range() gives more than %d numbers", MOST_RANGE);
-        push(w, list, whole(i - step));
-    }
-    char text[90];
-    const int n = snprintf(text, sizeof text, step == 1 ? "range(%lld, %lld)" : "range(%lld, %lld, %lld)",
-                           (long long)first, (long long)last, (long long)step);
-    list->view = c_text(w, (Value){TEXT, .data = text, .n = (size_t)n});
-    return of_list(VIEW, list);
-}
-BUILTIN(do_raise) { wrong(w, "%s", c_text(w, to_text(w, a[0]))); }
-BUILTIN(do_strftime) {
-    char text[1000];
-    const size_t n = strftime(text, sizeof text, c_text(w, need_text(w, a[0])), w->now);
-    return text_from(w, text, n, true);
-}
-
-static const Row text_methods[] = {
-    {"strip", do_strip, LEFT | RIGHT, 0, "chars"},
-    {"lstrip", do_strip, LEFT, 0, "chars"},
-    {"rstrip", do_strip, RIGHT, 0, "chars"},
-    {"split", do_split, LEFT, 0, "sep maxsplit"},
-    {"rsplit", do_split, RIGHT, 0, "sep maxsplit"},
-    {"splitlines", do_splitlines, 0, 0, "keepends"},
-    {"startswith", do_ends, LEFT, 1, "prefix"},
-    {"endswith", do_ends, RIGHT, 1, "suffix"},
-    {"removeprefix", do_remove, LEFT, 1, "prefix"},
-    {"removesuffix", do_remove, RIGHT, 1, "suffix"},
-    {"replace", do_replace, 1, 2, "old new count"},
-    {"upper", change_case, UPPER, 0, ""},
-    {"lower", change_case, LOWER, 0, ""},
-    {"title", change_case, TITLE, 0, ""},
-    {"capitalize", change_case, CAPITALIZED, 0, ""},
-    {"join", method_join, 0, 1, "iterable"},
-    {"find", do_find, LEFT, 1, "sub"},
-    {"rfind", do_find, RIGHT, 1, "sub"},
-    {"index", do_find, 4 | LEFT, 1, "sub"},
-    {"rindex", do_find, 4 | RIGHT, 1, "sub"},
-    {"count", do_count, 0, 1, "sub"},
-    {"format", do_format, 0, ANY, NULL},
-    {"isdigit", is_letters, 0, 0, ""},
-    {"isalpha", is_letters, 1, 0, ""},
-    {"isalnum", is_letters, 2, 0, ""},
-    {"isspace", is_letters, 3, 0, ""},
-    {"isupper", is_case, UPPER, 0, ""},
-    {"islower", is_case, LOWER, 0, ""},
-    {NULL},
-};
-static const Row map_methods[] = {{"items", do_items, 2, 0, ""},  {"keys", do_items, 0, 0, ""},
-                                  {"values", do_items, 1, 0, ""}, {"get", do_get, 0, 1, "key default"},
-                                  {"copy", do_same, 0, 0, ""},    {NULL}};
-static const Row list_methods[] = {{"index", do_list_find, 0, 1, "value"},
-                                   {"count", do_list_find, 1, 1, "value"},
-                                   {"copy", do_list, 0, 0, ""},
-                                   {NULL}};
-static const Row loop_methods[] = {
-    {"cycle", loop_cycle, 0, ANY, NULL}, {"changed", loop_changed, 0, ANY, NULL}, {NULL}};
-static const Row functions[] = {
-    {"range", make_range, 0, 1, "start stop step"}, {"dict", make_map, 0, ANY, NULL},
-    {"namespace", make_map, 1, ANY, NULL},          {"raise_exception", do_raise, 0, 1, "message"},
-    {"strftime_now", do_strftime, 0, 1, "format"},  {NULL}};
-
-/* ---- attributes, items, arithmetic ---- */
-
-static Value bound(Work *w, const Row *row, Value self, const Node *macro, struct Scope *scope) {
-    Function *f = take(w, sizeof *f);
-    *f = (Function){row, self, macro, scope};
-    return (Value){FUNCTION, .function = f};
-}
-
-static Value loop_attribute(const Loop *l, const char *name) {
-    const int64_t n = (int64_t)l->list->n, i = (int64_t)l->index;
-    const struct {
-        const char *name;
-        int64_t value;
-    } numbers[] = {{"index", i + 1}, {"index0", i}, {"revindex", n - i}, {"revindex0", n - i - 1},
-                   {"length", n},    {"depth", 1},  {"depth0", 0}};
-    for (size_t k = 0; k < sizeof numbers / sizeof *numbers; k++)
-        if (!strcmp(name, numbers[k].name)) return whole(numbers[k].value);
-    if (!strcmp(name, "first") || !strcmp(name, "last")) return boolean(*name == 'f' ? !i : i + 1 == n);
-    if (!strcmp(name, "previtem") && i) return l->list->item[i - 1];
-    if (!strcmp(name, "nextitem") && i + 1 < n) return l->list->item[i + 1];
-    return undefined("an attribute of loop");
-}
-
-/* v.name: methods count before the keys of a mapping. The sandbox hides what would change a value. */
-static Value get_attribute(Work *w, Value v, Value name) {
-    static const char hidden[] = "clear fromkeys pop popitem setdefault update";
-    const char *s = c_text(w, name);
-    const Row *row = NULL;
-    if (v.kind == UNDEFINED) wrong(w, "'%s' is undefined", v.name);
-    if (v.kind == LOOP && !row_in(loop_methods, s)) return loop_attribute(v.loop, s);
-    if (v.kind == TUPLE && v.list->view && (!strcmp(s, "grouper") || !strcmp(s, "list")))
-        return v.list->item[*s == 'l'];
-    if (v.kind == MAP) row = row_in(map_methods, s);
-    if (v.kind == TEXT) row = row_in(text_methods, s);
-    if (v.kind == LIST || v.kind == TUPLE) row = row_in(list_methods, s);
-    if (v.kind == LOOP) row = row_in(loop_methods, s);
-    if (row) return bound(w, row, v, NULL, NULL);
-    const Value *found =
-        v.kind == SPACE || (v.kind == MAP && !text_listed(hidden, s)) ? map_find(w, v.map, name) : NULL;
-    return found ? *found : undefined(s);
-}
-
-static Value get_item(Work *w, Value v, Value key) {
-    if (v.kind == UNDEFINED) wrong(w, "'%s' is undefined", v.name);
-    if (v.kind == MAP) {
-        const Value *found = map_find(w, v.map, key);
-        if (found) return *found;
-    }
-    if (key.kind == TEXT) {
-        const Value found = v.kind == MAP ? undefined(c_text(w, key)) : missing;
-        const bool method = v.kind != MAP || row_in(map_methods, c_text(w, key));
-        return method ? get_attribute(w, v, key) : found;
-    }
-    if ((key.kind == WHOLE || key.kind == BOOL) &&
-        (v.kind == TEXT || v.kind == LIST || v.kind == TUPLE || v.kind == VIEW)) {
-        const int64_t n = (int64_t)(v.kind == TEXT ? count_chars(w, v) : v.list->n);
-        const int64_t i = key.whole < 0 ? key.whole + n : key.whole;
-        if (i >= 0 && i < n && v.kind != TEXT) return v.list->item[i];
-        if (i >= 0 && i < n) return slice_of(w, v, whole(i), whole(i + 1), missing);
-    }
-    return undefined("an item");
-}
-
-static Value slice_of(Work *w, Value v, Value from, Value to, Value step) {
-    if (v.kind == UNDEFINED) wrong(w, "'%s' is undefined", v.name);
-    if (v.kind != TEXT && v.kind != LIST && v.kind != TUPLE && v.kind != VIEW)
-        wrong(w, "a %s has no slices", kind_name(v));
-    const int64_t n = (int64_t)(v.kind == TEXT ? count_chars(w, v) : v.list->n);
-    const int64_t by = step.kind <= NONE ? 1 : whole_of(w, step, 1), least = by < 0 ? -1 : 0, most = by < 0 ? n - 1 : n;
-    int64_t ends[2] = {by < 0 ? n - 1 : 0, by < 0 ? -1 : n};
-    if (!by) wrong(w, "a slice needs a step");
-    for (int i = 0; i < 2; i++) {
-        const Value given = i ? to : from;
-        if (given.kind <= NONE && given.kind != UNDEFINED) continue;
-        const int64_t end = whole_of(w, given, 0), at = end < 0 ? end + n : end;
-        ends[i] = at < least ? least : at > most ? most : at;
-    }
-    if (v.kind == TEXT && by == 1) {
-        size_t at[2] = {0, 0};
-        for (int i = 0; i < 2; i++)
-            for (int64_t k = 0; k < ends[i]; k++) at[i] += char_length(v, at[i]);
-        return part_of(v, at[0], at[1] > at[0] ? at[1] - at[0] : 0);
-    }
-    const List *list = items_of(w, v);
-    List *out = new_list(w, 0);
-    for (int64_t i = ends[0]; by > 0 ? i < ends[1] : i > ends[1]; i += by) push(w, out, list->item[i]);
-    if (v.kind == TEXT) return do_join(w, 0, of_list(LIST, out), (Value[]){missing, missing}, NULL);
-    return of_list(v.kind, out);
-}
-
-static Value repeated(Work *w, Value v, Value times) {
-    Buffer b = {0};
-    List *list = new_list(w, 0);
-    const int64_t n = whole_of(w, times, 0);
-    reserve(w, &b, 0);
-    for (int64_t i = 0; i < n && length_of(v); i++) {
-        spend(w, length_of(v));
-        if (v.kind == TEXT) put(w, &b, v);
-        for (size_t k = 0; v.kind != TEXT && k < v.list->n; k++) push(w, list, v.list->item[k]);
-    }
-    return v.kind == TEXT ? text_of(&b) : of_list(v.kind, list);
-}
-
-static bool repeats(Value v, Value times) {
-    return (v.kind == TEXT || v.kind == LIST || v.kind == TUPLE) && (times.kind == WHOLE || times.kind == BOOL);
-}
-
-static Value of_reals(Work *w, const char *operator, double x, double y) {
-    const bool divides = strchr("/%", *operator) != NULL;
-    if (divides && y == 0) wrong(w, "a division by zero");
-    if (!strcmp(operator, "**")) return real(pow(x, y));
-    if (*operator== '%') return real(x - floor(x / y) * y);
-    if (!strcmp(operator, "//")) return real(floor(x / y));
-    return real(*operator== '+' ? x + y : * operator== '-' ? x - y : * operator== '*' ? x * y : x / y);
-}
-
-static Value of_wholes(Work *w, const char *operator, int64_t x, int64_t y) {
-    int64_t z = 1;
-    bool too_large = false;
-    if (!strcmp(operator, "**")) {
-        for (; y && !too_large && (x < -1 || x > 1 || z == 1); y--)
-            too_large = __builtin_mul_overflow(z, x, &z), spend(w, 0);
-        if (y && x == -1) z = y % 2 ? -z : z;
-    } else if (*operator== '/' || * operator== '%') {
-        if (!y) wrong(w, "a division by zero");
-        too_large = y == -1 && x == INT64_MIN;
-        const int64_t rest = too_large || y == -1 ? 0 : x % y, below = rest && (rest < 0) != (y < 0);
-        z = too_large ? 0 : *operator== '%' ? rest + below * y : x / y - below;
-    } else {
-        too_large = *operator== '+'    ? __builtin_add_overflow(x, y, &z)
-                    : * operator== '-' ? __builtin_sub_overflow(x, y, &z)
-                                       : __builtin_mul_overflow(x, y, &z);
-    }
-    if (too_large) wrong(w, "a whole number needs more than 64 bits");
-    return whole(z);
-}
-
-static Value add(Work *w, const char *operator, Value a, Value b) {
-    if (a.kind == UNDEFINED || b.kind == UNDEFINED)
-        wrong(w, "'%s' is undefined", a.kind == UNDEFINED ? a.name : b.name);
-    if (*operator== '%' && a.kind == TEXT) return print(w, a, b);
-    if (*operator== '+' && a.kind == b.kind &&(a.kind == TEXT || a.kind == LIST || a.kind == TUPLE)) {
-        Buffer text = {0};
-        spend(w, length_of(a) + length_of(b));
-        if (a.kind == TEXT) {
-            reserve(w, &text, a.n + b.n);
-            put(w, &text, a), put(w, &text, b);
-            return text_of(&text);
-        }
-        List *list = new_list(w, a.list->n + b.list->n);
-        for (size_t i = 0; i < a.list->n; i++) push(w, list, a.list->item[i]);
-        for (size_t i = 0; i < b.list->n; i++) push(w, list, b.list->item[i]);
-        return of_list(a.kind, list);
-    }
-    if (!strcmp(operator, "*") && repeats(a, b)) return repeated(w, a, b);
-    if (!strcmp(operator, "*") && repeats(b, a)) return repeated(w, b, a);
-    if (!is_number(a) || !is_number(b) || *operator== '~')
-        wrong(w, "%s does not go with %s and %s", operator, kind_name(a), kind_name(b));
-    const bool divided = !strcmp(operator, "/") || (!strcmp(operator, "**") && b.kind != REAL && b.whole < 0);
-    if (a.kind == REAL || b.kind == REAL || divided || a.digits || b.digits) {
-        if (a.kind != REAL && b.kind != REAL && !divided) wrong(w, "a whole number needs more than 64 bits");
-        Value result = of_reals(w, operator, number_of(a), number_of(b));
-        return result.own = a.own && b.own, result;
-    }
-    Value result = of_wholes(w, operator, a.whole, b.whole);
-    return result.own = a.own && b.own, result;
 }
 
 /* ---- the evaluator ---- */
 
-typedef struct Binding Binding;
-struct Binding {
-    const char *name;
-    Value value;
-    Binding *next;
-};
-typedef struct Scope Scope;
-struct Scope {
-    Scope *outer;
-    Binding *first;
-};
-
-static void set_variable(Work *w, Scope *scope, const char *name, Value v) {
-    Binding *b = scope->first;
-    while (b && b->name != name) b = b->next;
-    if (!b) {
-        b = take(w, sizeof *b);
-        *b = (Binding){name, v, scope->first};
-        scope->first = b;
-    }
-    b->value = v;
-}
-
-static Value get_variable(Work *w, const Scope *scope, const char *name) {
-    spend(w, 0);
-    for (; scope; scope = scope->outer)
-        for (const Binding *b = scope->first; b; b = b->next)
-            if (b->name == name) return b->value;
-    const Row *row = row_in(functions, name);
-    return row && (w->now || row->run != do_strftime) ? bound(w, row, none, NULL, NULL) : undefined(name);
-}
-
-typedef enum { NEXT, BROKEN, CONTINUED } Flow;
+typedef enum { GO_ON, BROKEN, CONTINUED, RETURNED } Flow;
 static Flow run(Work *w, Scope *scope, const Node *list);
 static Value eval(Work *w, Scope *scope, const Node *node);
 
-/* The text that statements write. */
+static Scope *new_scope(Work *w, Scope *outer) { /* not a local variable, because a macro may keep it */
+    Scope *scope = take(w, sizeof *scope);
+    *scope = (Scope){{0}, outer};
+    return scope;
+}
+
+/* The text that statements write in a scope, unless they return something. */
 static Value written(Work *w, Scope *scope, const Node *list) {
     Buffer text = {0}, *outer = w->out;
-    reserve(w, &text, 0);
     w->out = &text;
-    run(w, &(Scope){scope, NULL}, list);
+    const Flow flow = run(w, scope, list);
     w->out = outer;
-    return text_of(&text);
+    return flow == RETURNED ? w->result : text_of(&text);
 }
 
-static Args eval_arguments(Work *w, Scope *scope, const Node *list) {
-    List *values = new_list(w, 0);
-    Dict *named = NULL;
-    for (; list; list = list->next) {
-        const Value v = eval(w, scope, list->a);
-        const char *name = list->name;
-        if (!name) {
+/* Evaluates arguments and adds them to values or, those with names, to `named`. */
+static void eval_arguments(Work *w, Scope *scope, const Node *each, List *values, List *named) {
+    for (; each; each = each->next) {
+        const Value v = eval(w, scope, each->a), name = each->value;
+        const bool map = is_text(name, "**");
+        const List *more = map || is_text(name, "*") ? items_of(w, v) : NULL;
+        if (map && v.kind != MAP) wrong(w, "** needs a mapping");
+        for (size_t i = 0; more && i < more->n; i++)
+            map ? map_set(w, named, more->item[i], v.list->item[2 * i + 1]) : push(w, values, more->item[i]);
+        if (name.kind == NONE)
             push(w, values, v);
-        } else if (!strcmp(name, "*")) {
-            const List *more = items_of(w, v);
-            for (size_t i = 0; i < more->n; i++) push(w, values, more->item[i]);
-        } else {
-            if (!named) named = new_map(w, MAP).map;
-            if (strcmp(name, "**"))
-                map_set(w, named, text_from(w, name, strlen(name), true), v);
-            else if (v.kind != MAP)
-                wrong(w, "** needs a mapping");
-            for (size_t i = 0; v.kind == MAP && !strcmp(name, "**") && i < v.map->key.n; i++)
-                map_set(w, named, v.map->key.item[i], v.map->value.item[i]);
+        else if (!more)
+            map_set(w, named, name, v);
+    }
+}
+
+/* Sets a function's parameters in its scope. Those named caller, varargs and kwargs get what others leave. */
+static void bind(Work *w, const Function *f, Scope *scope, const List *values, List *named) {
+    size_t used = 0;
+    for (const Node *each = f->takes; each; each = each->next) {
+        Value v = undefined(each->value), *given = map_find(w, named, each->value);
+        List *list = new_list(w);
+        if (is_text(each->value, "varargs")) {
+            while (used < values->n) push(w, list, values->item[used++]);
+            v = of_list(TUPLE, list);
+        } else if (is_text(each->value, "kwargs")) {
+            *list = *named;
+            *named = (List){0};
+            v = of_list(MAP, list);
+        } else if (given) { /* what is behind it moves up */
+            v = *given;
+            named->n -= 2;
+            memmove(given - 1, given + 1, (size_t)(named->item + named->n - (given - 1)) * sizeof v);
+        } else if (used < values->n && !is_text(each->value, "caller")) {
+            v = values->item[used++];
+        } else if (each->a) {
+            v = eval(w, scope, each->a);
+        } else if (f->strict) {
+            wrong(w, "%s() lacks an argument", f->name);
         }
+        map_set(w, &scope->names, each->value, v);
     }
-    return (Args){values->item, values->n, named};
+    if (used < values->n || named->n) wrong(w, "%s() got an argument that it does not take", f->name);
 }
 
-/* Binds a macro's parameters, runs it, and returns the text that it writes. */
-static Value call_macro(Work *w, const Function *f, const Args *args) {
-    Scope *scope = take(w, sizeof *scope);
-    size_t n = 0, used = 0;
-    *scope = (Scope){f->scope, NULL};
-    List *more = new_list(w, 0);
-    Dict *extra = new_map(w, MAP).map;
-    for (const Node *each = f->macro->a; each; each = each->next, n++) {
-        const Value name = text_from(w, each->name, strlen(each->name), true);
-        const Value *named = args->named ? map_find(w, args->named, name) : NULL;
-        if (named && n < args->n) wrong(w, "a macro gets '%s' twice", each->name);
-        used += named != NULL;
-        const bool given = named || n < args->n;
-        const Value v = n < args->n ? args->at[n] : named ? *named : undefined(each->name);
-        set_variable(w, scope, each->name, given || !each->a ? v : eval(w, scope, each->a));
+static Value call(Work *w, const Function *f, const List *values, List *named) {
+    Scope *scope = new_scope(w, f->scope);
+    bind(w, f, scope, values, named);
+    Value v, *item = scope->names.item;
+    if (f->run) {
+        const size_t n = scope->names.n / 2;
+        for (size_t i = 0; i < n; i++) item[i] = item[2 * i + 1];
+        v = f->run(w, f->how, item, n);
+    } else {
+        v = written(w, scope, f->macro->list);
     }
-    for (size_t i = n; i < args->n; i++) push(w, more, args->at[i]);
-    for (size_t i = 0; args->named && i < args->named->key.n; i++) {
-        const Value key = args->named->key.item[i];
-        bool known = false;
-        for (const Node *each = f->macro->a; each; each = each->next) known = known || is_text(key, each->name);
-        if (known) continue;
-        if (is_text(key, "caller"))
-            set_variable(w, scope, w->names[CALLER], args->named->value.item[i]);
-        else
-            map_set(w, extra, key, args->named->value.item[i]);
-    }
-    if ((more->n && !f->macro->varargs) || (extra->key.n && !f->macro->extra))
-        wrong(w, "the macro '%s' got an argument that it does not take", f->macro->name ? f->macro->name : "caller");
-    if (f->macro->varargs) set_variable(w, scope, w->names[VARARGS], of_list(TUPLE, more));
-    if (f->macro->extra) set_variable(w, scope, w->names[KWARGS], (Value){MAP, .map = extra});
-    return written(w, scope, f->macro->list);
-}
-
-static Value call(Work *w, Value f, const Args *args) {
-    if (f.kind == UNDEFINED) wrong(w, "'%s' is undefined, or the sandbox hides it", f.name);
-    if (f.kind != FUNCTION) wrong(w, "a value of kind %s cannot be called", kind_name(f));
-    enter(w);
-    const Value v =
-        f.function->row ? run_row(w, f.function->row, f.function->self, args) : call_macro(w, f.function, args);
-    leave(w);
     return v;
 }
 
-static Value eval_compare(Work *w, Scope *scope, const Node *node) {
-    Value left = eval(w, scope, node->a);
-    for (const Node *with = node->list; with; with = with->next) {
-        const Value right = eval(w, scope, with->a);
-        w->line = node->line;
-        if (!ordered(w, with->name, left, right)) return boolean(false);
-        left = right;
+static Value eval_call(Work *w, Scope *scope, const Node *node) {
+    Value f = node->a ? eval(w, scope, node->a) : node->value;
+    if (f.kind == UNDEFINED && !node->a) f = builtin(w, "", f); /* it was defined later */
+    List values = {0}, named = {0};
+    if (f.kind == FUNCTION && f.function->self.kind != UNDEFINED) push(w, &values, f.function->self);
+    eval_arguments(w, scope, node->list, &values, &named);
+    if (node->line) w->line = node->line;
+    if (node->run) return node->run(w, node->how, values.item, values.n);
+    if (f.kind == UNDEFINED) wrong(w, "'%s' is undefined", c_text(w, f));
+    if (f.kind != FUNCTION) wrong(w, "a value of kind %s cannot be called", kinds[f.kind]);
+    return call(w, f.function, &values, &named);
+}
+
+static Value get_variable(Work *w, const Scope *scope, Value name) {
+    for (; scope; scope = scope->outer) {
+        const Value *found = map_find(w, &scope->names, name);
+        if (found) return *found;
     }
-    return boolean(true);
+    return undefined(name);
 }
 
-static Value eval_literal(Work *w, Scope *scope, const Node *node) {
-    const Value map = new_map(w, MAP);
-    List *list = new_list(w, 0);
-    for (const Node *each = node->list; each; each = each->next)
-        if (node->type != NEW_MAP)
-            push(w, list, eval(w, scope, each));
-        else
-            map_set(w, map.map, eval(w, scope, each->a), eval(w, scope, each->b));
-    return node->type == NEW_MAP ? map : of_list(node->type == NEW_LIST ? LIST : TUPLE, list);
+static Value eval_macro(Work *w, Scope *scope, const Node *node) {
+    Function *f = take(w, sizeof *f);
+    *f = (Function){
+        .name = c_text(w, node->value), .takes = node->a, .macro = node, .scope = scope, .strict = !node->line};
+    return (Value){FUNCTION, .function = f};
 }
 
-static Value eval_operator(Work *w, Scope *scope, const Node *node) {
-    Value a = eval(w, scope, node->a);
-    if (node->type == NEGATIVE || node->type == POSITIVE) {
-        const bool own = a.own;
-        a = add(w, "*", a, whole(node->type == NEGATIVE ? -1 : 1));
-        if (!is_number(a)) wrong(w, "a sign needs a number, not a %s", kind_name(a));
-        return a.own = own, a;
-    }
-    const Value b = eval(w, scope, node->b);
-    w->line = node->line;
-    if (*node->name != '~') return add(w, node->name, a, b);
-    return add(w, "+", to_text(w, a), to_text(w, b));
-}
-
-static Value eval_applied(Work *w, Scope *scope, const Node *node) {
-    const Value of = eval(w, scope, node->a);
-    const Args args = eval_arguments(w, scope, node->list);
-    w->line = node->line;
-    if (node->type == CALL) return call(w, of, &args);
-    if (!node->row) wrong(w, "there is no filter or test '%s'", node->name);
-    const Value v = run_row(w, node->row, of, &args);
-    return node->type == IS ? boolean(truth(v)) : v;
-}
-
-static Value eval_optional(Work *w, Scope *scope, const Node *node) { return node ? eval(w, scope, node) : missing; }
-
-static Value eval_node(Work *w, Scope *scope, const Node *node) {
-    Value a;
-    switch (node->type) {
-    case CONSTANT: return node->value;
-    case VARIABLE: return get_variable(w, scope, node->name);
-    case ATTRIBUTE:
-        a = eval(w, scope, node->a);
-        w->line = node->line;
-        return get_attribute(w, a, node->value);
-    case ITEM: a = eval(w, scope, node->a); return get_item(w, a, eval(w, scope, node->b));
-    case SLICE:
-        a = eval(w, scope, node->a);
-        return slice_of(w, a, eval_optional(w, scope, node->b), eval_optional(w, scope, node->c),
-                        eval_optional(w, scope, node->list));
-    case CALL:
-    case FILTER:
-    case IS: return eval_applied(w, scope, node);
-    case NOT: return boolean(!truth(eval(w, scope, node->a)));
-    case AND:
-    case OR: a = eval(w, scope, node->a); return truth(a) == (node->type == OR) ? a : eval(w, scope, node->b);
-    case COMPARE: return eval_compare(w, scope, node);
-    case CHOICE:
-        if (truth(eval(w, scope, node->a))) return eval(w, scope, node->b);
-        return node->c ? eval(w, scope, node->c) : undefined("the missing else");
-    case NEW_LIST:
-    case NEW_TUPLE:
-    case NEW_MAP: return eval_literal(w, scope, node);
-    default: return eval_operator(w, scope, node);
-    }
+static Flow run_for(Work *w, Scope *scope, const Node *node);
+static Value eval_each(Work *w, Scope *scope, const Node *node) {
+    List *outer = w->yielded, *list = w->yielded = new_list(w);
+    run_for(w, scope, node);
+    w->yielded = outer;
+    return of_list(LIST, list);
 }
 
 static Value eval(Work *w, Scope *scope, const Node *node) {
-    enter(w);
+    Value v = node->value;
     spend(w, 0);
-    const Value v = eval_node(w, scope, node);
-    leave(w);
+    switch (node->type) {
+    case CONSTANT: break;
+    case VARIABLE: v = get_variable(w, scope, v); break;
+    case CALL: v = eval_call(w, scope, node); break;
+    case AND:
+    case OR:
+        v = eval(w, scope, node->a);
+        if (truth(v) == (node->type == AND)) v = eval(w, scope, node->b);
+        break;
+    case CHOICE:
+        if (truth(eval(w, scope, node->a)))
+            v = eval(w, scope, node->b);
+        else
+            v = node->c ? eval(w, scope, node->c) : undefined(text(w, "the missing else"));
+        break;
+    case WRITTEN: v = written(w, new_scope(w, scope), node->list); break;
+    case EACH: v = eval_each(w, scope, node); break;
+    default: v = eval_macro(w, scope, node);
+    }
     return v;
 }
 
 static void assign(Work *w, Scope *scope, const Node *target, Value v) {
+    const Node *each = target->list;
     if (target->type == VARIABLE) {
-        set_variable(w, scope, target->name, v);
-    } else if (target->type == ATTRIBUTE) {
-        const Value space = eval(w, scope, target->a);
+        map_set(w, &scope->names, target->value, v);
+    } else if (target->run == attribute) {
+        const Value space = eval(w, scope, each->a), name = each->next->a->value;
         if (space.kind != SPACE) wrong(w, "only attributes of a namespace can be set");
-        if (*target->name == '_') wrong(w, "a namespace stores no names that begin with _");
-        map_set(w, space.map, target->value, v);
+        if (point(name, 0) == '_') wrong(w, "a namespace stores no names that begin with _");
+        map_set(w, space.list, name, v);
     } else {
         const List *list = items_of(w, v);
         size_t i = 0;
-        for (const Node *each = target->list; each; each = each->next, i++)
-            assign(w, scope, each, i < list->n ? list->item[i] : missing);
+        for (; each; each = each->next, i++) assign(w, scope, each->a, i < list->n ? list->item[i] : none);
         if (i != list->n) wrong(w, "%zu values cannot be assigned to %zu variables", list->n, i);
     }
 }
 
-static Flow run_for(Work *w, Scope *scope, const Node *node) {
-    List *items = items_of(w, eval(w, scope, node->b));
-    Flow flow = NEXT;
-    if (node->c) { /* the condition sees the item, but no loop */
-        List *kept = new_list(w, items->n);
-        for (size_t i = 0; i < items->n; i++) {
-            Scope inner = {scope, NULL};
-            assign(w, &inner, node->a, items->item[i]);
-            if (truth(eval(w, &inner, node->c))) push(w, kept, items->item[i]);
-        }
-        items = kept;
+/* Sets what loop.NAME is at item i of a list. */
+static void set_loop(Work *w, List *loop, const List *items, size_t i) {
+    const int64_t n = (int64_t)items->n, at = (int64_t)i;
+    const struct {
+        const char *name;
+        Value value;
+    } rows[] = {{"index", whole(at + 1)},
+                {"index0", whole(at)},
+                {"revindex", whole(n - at)},
+                {"revindex0", whole(n - at - 1)},
+                {"length", whole(n)},
+                {"depth", whole(1)},
+                {"first", boolean(!i)},
+                {"depth0", whole(0)},
+                {"last", boolean(at + 1 == n)},
+                {"previtem", i ? items->item[i - 1] : (Value){0}},
+                {"nextitem", at + 1 < n ? items->item[i + 1] : (Value){0}}};
+    for (size_t k = 0; k < sizeof rows / sizeof *rows; k++) {
+        if (!i) push(w, loop, text(w, rows[k].name)), push(w, loop, none);
+        loop->item[2 * k + 1] = rows[k].value;
     }
-    Loop *loop = take(w, sizeof *loop);
-    *loop = (Loop){items, 0, missing};
-    for (; loop->index < items->n && flow != BROKEN; loop->index++) {
-        Scope *inner = take(w, sizeof *inner); /* a macro may keep it */
-        *inner = (Scope){scope, NULL};
-        set_variable(w, inner, w->names[LOOP_NAME], (Value){LOOP, .loop = loop});
-        assign(w, inner, node->a, items->item[loop->index]);
+}
+
+static Flow run_for(Work *w, Scope *scope, const Node *node) {
+    List *items = items_of(w, eval(w, scope, node->b)), *kept = new_list(w), *loop = new_list(w);
+    const Value name = text(w, "loop");
+    Flow flow = GO_ON;
+    for (size_t i = 0; node->d && i < items->n; i++) { /* the condition sees no loop */
+        Scope *inner = new_scope(w, scope);
+        assign(w, inner, node->a, items->item[i]);
+        if (truth(eval(w, inner, node->d))) push(w, kept, items->item[i]);
+    }
+    if (node->d) items = kept;
+    for (size_t i = 0; i < items->n && flow != BROKEN && flow != RETURNED; i++) {
+        Scope *inner = new_scope(w, scope);
+        set_loop(w, loop, items, i);
+        map_set(w, &inner->names, name, of_list(LOOP, loop));
+        assign(w, inner, node->a, items->item[i]);
         flow = run(w, inner, node->list);
     }
-    return items->n ? NEXT : run(w, &(Scope){scope, NULL}, node->d);
-}
-
-/* The text that a block writes, through its filters, which begin with a variable without a name. */
-static Value filtered(Work *w, Scope *scope, const Node *filters_of, const Node *list) {
-    Scope inner = {scope, NULL};
-    set_variable(w, &inner, NULL, written(w, scope, list));
-    return eval(w, &inner, filters_of);
-}
-
-static Flow run_node(Work *w, Scope *scope, const Node *node) {
-    Scope inner = {scope, NULL};
-    Value v;
-    switch (node->type) {
-    case WRITE: put_value(w, w->out, eval(w, scope, node->a), false); return NEXT;
-    case IF: return run(w, scope, truth(eval(w, scope, node->a)) ? node->list : node->c);
-    case FOR: return run_for(w, scope, node);
-    case SET:
-        v = node->b ? eval(w, scope, node->b) : filtered(w, scope, node->c, node->list);
-        assign(w, scope, node->a, v);
-        return NEXT;
-    case MACRO: set_variable(w, scope, node->name, bound(w, NULL, none, node, scope)); return NEXT;
-    case CALL_BLOCK: {
-        const Value f = eval(w, scope, node->b->a);
-        Args args = eval_arguments(w, scope, node->b->list);
-        Dict *named = args.named ? (Dict *)(uintptr_t)args.named : new_map(w, MAP).map;
-        map_set(w, named, text_from(w, "caller", 6, true), bound(w, NULL, none, node, scope));
-        args.named = named;
-        put_value(w, w->out, call(w, f, &args), false);
-        return NEXT;
-    }
-    case FILTER_BLOCK: put_value(w, w->out, filtered(w, scope, node->a, node->list), false); return NEXT;
-    case WITH:
-        for (const Node *set = node->a; set; set = set->next) assign(w, &inner, set->a, eval(w, &inner, set->b));
-        return run(w, &inner, node->list);
-    case BREAK: return BROKEN;
-    default: return CONTINUED;
-    }
+    if (flow == RETURNED) return flow;
+    return items->n ? GO_ON : run(w, new_scope(w, scope), node->c);
 }
 
 static Flow run(Work *w, Scope *scope, const Node *list) {
-    Flow flow = NEXT;
-    enter(w);
-    for (; list && flow == NEXT; list = list->next) {
+    Flow flow = GO_ON;
+    for (; list && flow == GO_ON; list = list->next) {
         spend(w, 0);
-        w->line = list->line;
-        flow = run_node(w, scope, list);
+        if (list->line) w->line = list->line;
+        switch (list->type) {
+        case WRITE: put(w, w->out, to_text(w, eval(w, scope, list->a))); break;
+        case IF: flow = run(w, scope, truth(eval(w, scope, list->a)) ? list->list : list->c); break;
+        case FOR: flow = run_for(w, scope, list); break;
+        case SET: assign(w, scope, list->a, eval(w, scope, list->b)); break;
+        case SCOPE: flow = run(w, new_scope(w, scope), list->list); break;
+        case BREAK: flow = BROKEN; break;
+        case CONTINUE: flow = CONTINUED; break;
+        case YIELD: push(w, w->yielded, eval(w, scope, list->a)); break;
+        default: w->result = eval(w, scope, list->a); flow = RETURNED;
+        }
     }
-    leave(w);
     return flow;
 }
+
+/* ---- functions in C: operators ---- */
+
+static int64_t whole_of(Work *w, Value v) {
+    if ((v.kind != WHOLE && v.kind != BOOL) || v.digits) wrong(w, "a whole number is needed, not a %s", kinds[v.kind]);
+    return v.whole;
+}
+
+static Value need_text(Work *w, Value v) {
+    if (v.kind != TEXT) wrong(w, "a text is needed, not a value of kind %s", kinds[v.kind]);
+    return v;
+}
+
+/* Several texts, lists or tuples of one kind: those of `a` in turn, `times` times. */
+static Value joined(Work *w, const Value *a, size_t n, int64_t times) {
+    Buffer b = {0};
+    List *list = new_list(w);
+    for (int64_t k = 0; k < times && n && (n > 1 || length_of(*a)); k++) {
+        spend(w, 0);
+        for (size_t i = 0; i < n; i++) {
+            if (a[i].kind == TEXT) put(w, &b, a[i]);
+            for (size_t j = 0; a[i].kind != TEXT && j < a[i].list->n; j++) push(w, list, a[i].list->item[j]);
+        }
+    }
+    return a->kind == TEXT ? text_of(&b) : of_list(a->kind, list);
+}
+
+static double of_reals(char operator, double x, double y) {
+    switch (operator) {
+    case '+': return x + y;
+    case '-': return x - y;
+    case '*': return x * y;
+    case '/': return x / y;
+    case '%': return x - floor(x / y) * y;
+    case 'f': return floor(x / y);
+    default: return pow(x, y);
+    }
+}
+
+static int64_t of_wholes(Work *w, char operator, __int128 x, __int128 y) {
+    __int128 z = 1, rest = y ? x % y : 0;
+    if (rest && (rest < 0) != (y < 0)) rest += y; /* as Python rounds */
+    switch (operator) {
+    case '+': z = x + y; break;
+    case '-': z = x - y; break;
+    case '*': z = x * y; break;
+    case '%': z = rest; break;
+    case 'f': z = (x - rest) / y; break;
+    default:
+        for (; y && z == (int64_t)z; y--, spend(w, 0)) z *= x;
+    }
+    if (z != (int64_t)z) wrong(w, "a whole number needs more than 64 bits");
+    return (int64_t)z;
+}
+
+static Value call_named(Work *w, const char *name, Value a, Value b) {
+    const Value f = builtin(w, name, text(w, ""));
+    return call(w, f.function, &(List){.item = (Value[]){a, b}, .n = 2}, &(List){0});
+}
+
+BUILTIN(arithmetic) {
+    const Value x = a[0], y = a[1];
+    const char operator= !how[1] ? *how : * how == '/' ? 'f' : '^'; /* f: // and ^: ** */
+    const bool sequence_x = x.kind >= TEXT && x.kind <= TUPLE, sequence_y = y.kind >= TEXT && y.kind <= TUPLE;
+    if (x.kind == UNDEFINED || y.kind == UNDEFINED)
+        wrong(w, "'%s' is undefined", c_text(w, x.kind == UNDEFINED ? x : y));
+    if (operator== '%' && x.kind == TEXT) return call_named(w, "printed", x, y);
+    if (operator== '+' && x.kind == y.kind && sequence_x) return joined(w, a, 2, 1);
+    if (operator== '*' && sequence_x && y.kind != REAL) return joined(w, &x, 1, whole_of(w, y));
+    if (operator== '*' && sequence_y && x.kind != REAL) return joined(w, &y, 1, whole_of(w, x));
+    if (!is_number(x) || !is_number(y)) wrong(w, "%s does not go with %s and %s", how, kinds[x.kind], kinds[y.kind]);
+    const bool whole_result = x.kind != REAL && y.kind != REAL && operator!= '/' &&(operator!= '^' || y.whole >= 0);
+    if (strchr("/f%", operator) && number_of(y) == 0) wrong(w, "a division by zero");
+    Value v = whole_result ? whole(of_wholes(w, operator, whole_of(w, x), whole_of(w, y)))
+                           : real(of_reals(operator, number_of(x), number_of(y)));
+    v.own = x.own && y.own;
+    return v;
+}
+
+BUILTIN(signed_) {
+    if (!is_number(*a)) wrong(w, "a sign needs a number, not a %s", kinds[a->kind]);
+    return arithmetic(w, "*", (Value[]){*a, whole(*how == '-' ? -1 : 1)}, 2);
+}
+
+BUILTIN(concatenate) { return joined(w, (Value[]){to_text(w, a[0]), to_text(w, a[1])}, 2, 1); }
+BUILTIN(negated) { return boolean(!truth(*a)); }
+
+static bool contains(Work *w, Value v, Value item) {
+    if (v.kind == TEXT) return find(w, v, need_text(w, item), 0) != SIZE_MAX;
+    if (v.kind == MAP) return map_find(w, v.list, item);
+    const List *list = items_of(w, v);
+    size_t i = 0;
+    while (i < list->n && !equal(w, list->item[i], item)) i++;
+    return i < list->n;
+}
+
+BUILTIN(ordered) { /* == != < <= > >= in, not in */
+    if (*how == '=' || *how == '!') return boolean(equal(w, a[0], a[1]) == (*how == '='));
+    if (*how == 'i' || *how == 'n') return boolean(contains(w, a[1], a[0]) == (*how == 'i'));
+    const int order = compare(w, a[0], a[1], true);
+    return boolean((how[1] && !order) || (*how == '<' ? order < 0 : order > 0));
+}
+
+BUILTIN(sequence) { /* a list, a tuple, or a tuple of groupby */
+    List *list = new_list(w);
+    for (size_t i = 0; i < n; i++) push(w, list, a[i]);
+    if (*how == 'g') list->shown = how;
+    return of_list(*how == 'l' ? LIST : TUPLE, list);
+}
+
+BUILTIN(mapping) { /* of keys and values in turn */
+    List *list = new_list(w);
+    for (size_t i = 0; i + 1 < n; i += 2) map_set(w, list, a[i], a[i + 1]);
+    return of_list(MAP, list);
+}
+
+BUILTIN(attribute) { /* methods count before the keys of a mapping; the sandbox hides what would change a value */
+    static const char *const methods[] = {
+        [TEXT] = "str_", [LIST] = "list_", [TUPLE] = "list_", [MAP] = "map_", [LOOP] = "loop_", [FUNCTION] = NULL};
+    const Value v = a[0], name = need_text(w, a[1]);
+    if (v.kind == UNDEFINED) wrong(w, "'%s' is undefined", c_text(w, v));
+    if (v.kind == TUPLE && v.list->shown && (is_text(name, "grouper") || is_text(name, "list")))
+        return v.list->item[is_text(name, "list")];
+    const Value method = methods[v.kind] ? builtin(w, methods[v.kind], name) : undefined(name);
+    if (method.kind == FUNCTION) {
+        Function *bound = take(w, sizeof *bound);
+        *bound = *method.function;
+        bound->self = v;
+        return (Value){FUNCTION, .function = bound};
+    }
+    const bool hidden = v.kind == MAP && text_listed("clear fromkeys pop popitem setdefault update", c_text(w, name));
+    const Value *found = v.kind >= MAP && v.kind <= LOOP && !hidden ? map_find(w, v.list, name) : NULL;
+    return found ? *found : undefined(name);
+}
+
+BUILTIN(item) {
+    const Value v = a[0], key = a[1], *found = v.kind == MAP ? map_find(w, v.list, key) : NULL;
+    if (found) return *found;
+    if (key.kind == TEXT || v.kind == UNDEFINED) return attribute(w, how, (Value[]){v, key}, 2);
+    if ((key.kind == WHOLE || key.kind == BOOL) && v.kind >= TEXT && v.kind <= RANGE) {
+        const int64_t length = (int64_t)length_of(v), i = key.whole < 0 ? key.whole + length : key.whole;
+        if (i >= 0 && i < length) return v.kind == TEXT ? part(v, (size_t)i, 1) : v.list->item[i];
+    }
+    return undefined(text(w, "an item"));
+}
+
+BUILTIN(slice) { /* v[from:to:step]; what is left out is none */
+    const Value v = a[0];
+    if (v.kind == UNDEFINED) wrong(w, "'%s' is undefined", c_text(w, v));
+    if (v.kind < TEXT || v.kind > RANGE || n > 4) wrong(w, "a %s has no such slices", kinds[v.kind]);
+    const int64_t length = (int64_t)length_of(v), given = n > 3 && a[3].kind != NONE ? whole_of(w, a[3]) : 1;
+    const int64_t by = given > length ? length + 1 : given < -length ? -length - 1 : given, low = by < 0 ? -1 : 0;
+    int64_t ends[2] = {by < 0 ? length - 1 : 0, by < 0 ? -1 : length};
+    if (!by) wrong(w, "a slice needs a step");
+    for (int i = 0; i < 2; i++) {
+        if (a[1 + i].kind == NONE) continue;
+        const int64_t end = whole_of(w, a[1 + i]), at = end < 0 ? end + length : end;
+        ends[i] = at < low ? low : at > length + low ? length + low : at;
+    }
+    if (v.kind == TEXT && by == 1) return part(v, (size_t)ends[0], (size_t)(ends[1] > ends[0] ? ends[1] - ends[0] : 0));
+    Buffer b = {0};
+    List *list = new_list(w);
+    for (int64_t i = ends[0]; by > 0 ? i < ends[1] : i > ends[1]; i += by)
+        v.kind == TEXT ? put_char(w, &b, v.at[i]) : push(w, list, v.list->item[i]);
+    return v.kind == TEXT ? text_of(&b) : of_list(v.kind == RANGE ? LIST : v.kind, list);
+}
+
+/* ---- functions in C: filters, tests, methods ---- */
+
+static bool goes(Work *w, Value v, size_t i, Value chars) {
+    return chars.kind == NONE ? is_space(point(v, i)) : find(w, need_text(w, chars), part(v, i, 1), 0) != SIZE_MAX;
+}
+
+BUILTIN(strip) { /* how: at the left, the right, or both */
+    const Value v = to_text(w, a[0]);
+    size_t begin = 0, end = v.n;
+    while (strchr(how, 'l') && begin < end && goes(w, v, begin, a[1])) begin++;
+    while (strchr(how, 'r') && begin < end && goes(w, v, end - 1, a[1])) end--;
+    return part(v, begin, end - begin);
+}
+
+BUILTIN(change_case) {
+    const Value v = to_text(w, *a);
+    Buffer b = {0};
+    for (size_t i = 0; i < v.n; i++) {
+        const int32_t c = point(v, i), other = *how == 'u' ? utf8proc_toupper(c) : utf8proc_tolower(c);
+        const bool sharp = *how == 'u' && c == 0xDF;
+        if (sharp) put_char(w, &b, 'S' | (v.at[i] & OWN));
+        put_char(w, &b, (sharp ? 'S' : (Char)other) | (v.at[i] & OWN));
+    }
+    return text_of(&b);
+}
+
+BUILTIN(has_only) { /* characters of these categories, as isalpha() */
+    size_t i = 0;
+    while (i < a->n && strchr(how, *utf8proc_category_string(point(*a, i)))) i++;
+    return boolean(a->n && i == a->n);
+}
+
+BUILTIN(split) { /* at white space or at a text, at most so many times */
+    const Value v = a[0], by = a[1];
+    const bool white = by.kind == NONE;
+    int64_t most = whole_of(w, a[2]);
+    List *out = new_list(w);
+    if (!white && !need_text(w, by).n) wrong(w, "split() needs a separator");
+    for (size_t begin = 0, end = 0; end < v.n || !out->n; begin = end + (white ? 1 : by.n)) {
+        while (white && begin < v.n && is_space(point(v, begin))) begin++;
+        if (white && begin >= v.n) break;
+        end = most-- == 0 ? v.n : white ? begin : find(w, v, by, begin);
+        while (white && end < v.n && !is_space(point(v, end))) end++;
+        if (end > v.n) end = v.n; /* there is no other */
+        push(w, out, part(v, begin, end - begin));
+    }
+    return of_list(LIST, out);
+}
+
+BUILTIN(find_text) {
+    const size_t at = find(w, a[0], need_text(w, a[1]), 0);
+    return whole(at == SIZE_MAX ? -1 : (int64_t)at);
+}
+
+BUILTIN(length) {
+    const bool has = a->kind >= TEXT && a->kind <= MAP && a->kind != STREAM;
+    if (!has && a->kind != UNDEFINED) wrong(w, "a %s has no length", kinds[a->kind]);
+    return whole(has ? (int64_t)length_of(*a) : 0);
+}
+
+BUILTIN(list) { return of_list(LIST, items_of(w, *a)); }
+BUILTIN(string) { return to_text(w, *a); }
+
+/* What a text says as a number, or none. */
+static Value read_number(Work *w, Value v, bool wanted, int base) {
+    const char *s = c_text(w, strip(w, "lr", (Value[]){v, none}, 2));
+    char *end;
+    errno = 0;
+    const int64_t n = strtoll(s, &end, base);
+    if (wanted && *s && !*end && !errno) return whole(n);
+    const double x = strtod(s, &end);
+    return *s && !*end && !strpbrk(s, "xX(") ? real(x) : none;
+}
+
+BUILTIN(to_number) { /* how: int or float; a[1]: instead of what is none; a[2]: the base of a whole one */
+    const bool wanted = *how == 'i', text = a->kind == TEXT;
+    const Value v = text ? read_number(w, *a, wanted, wanted ? (int)whole_of(w, a[2]) : 10) : *a;
+    if (!is_number(v) || (wanted && v.kind == REAL && !(fabs(v.real) < 9e18))) return a[1];
+    if (!wanted) return (Value){REAL, v.own && !text, .real = number_of(v)};
+    return (Value){WHOLE, v.own && !text, .whole = v.kind == REAL ? (int64_t)v.real : v.whole,
+                   .digits = v.kind == REAL ? NULL : v.digits};
+}
+
+/* How C's printf writes v, with these flags, width and precision, and this type. */
+BUILTIN(shaped) {
+    const char *flags = c_text(w, a[0]), *type = c_text(w, a[1]), *dot = strchr(flags, '.');
+    const bool is_whole = one_of(*type, "dixXo"), right = !strchr(flags, '-');
+    const Value v = a[2];
+    char format[16], digits[400];
+    Buffer b = {0};
+    if (strlen(flags) > 7) wrong(w, "a field is too wide");
+    if (one_of(*type, "sr")) {
+        Value shown = *type == 'r' ? repr(w, v) : to_text(w, v);
+        const size_t most = dot ? strtoul(dot + 1, NULL, 10) : SIZE_MAX;
+        if (shown.n > most) shown.n = most;
+        const size_t width = strtoul(flags + strspn(flags, "-+ 0#"), NULL, 10);
+        if (!right) put(w, &b, shown);
+        for (size_t i = shown.n; i < width; i++) put_text(w, &b, " ");
+        if (right) put(w, &b, shown);
+        return text_of(&b);
+    }
+    if (!is_number(v) || v.digits || !(is_whole || one_of(*type, "eEfFgG")) || fabs(number_of(v)) > 9e18)
+        wrong(w, "%%%s%s does not go with a %s", flags, type, kinds[v.kind]);
+    snprintf(format, sizeof format, "%%%s%s%.1s", flags, is_whole ? "ll" : "", type);
+    const int length = is_whole
+                           ? snprintf(digits, sizeof digits, format, (long long)(v.kind == REAL ? v.real : v.whole))
+                           : snprintf(digits, sizeof digits, format, number_of(v));
+    if (length < 0 || length >= (int)sizeof digits) wrong(w, "a field is too wide");
+    return text_from(w, digits, (size_t)length, v.own);
+}
+
+BUILTIN(json) { /* of a[0], with the rest as Style has it */
+    Buffer b = {0};
+    put_value(w, &b, a[0], &(Style){true, truth(a[1]), truth(a[2]), need_text(w, a[3]), need_text(w, a[4]), a[5]}, 0);
+    return text_of(&b);
+}
+
+BUILTIN(view) { /* the keys, values or items of a mapping */
+    List *list = *how == 'i' ? pairs_of(w, a->list) : new_list(w);
+    for (size_t i = *how == 'v'; *how != 'i' && i < a->list->n; i += 2) push(w, list, a->list->item[i]);
+    list->shown = *how == 'i' ? "dict_items" : *how == 'k' ? "dict_keys" : "dict_values";
+    return of_list(VIEW, list);
+}
+
+BUILTIN(get) {
+    const Value *found = map_find(w, a[0].list, a[1]);
+    return found ? *found : a[2];
+}
+
+BUILTIN(method) { /* the filter attr: a key of a mapping is none */
+    const Value found = attribute(w, how, a, n);
+    return a->kind == MAP && found.kind != FUNCTION ? undefined(a[1]) : found;
+}
+
+BUILTIN(changed) { /* loop.changed() */
+    Value *before = map_find(w, a[0].list, text(w, "changed"));
+    const bool is_new = !before || !equal(w, *before, a[1]);
+    map_set(w, a[0].list, text(w, "changed"), a[1]);
+    return boolean(is_new);
+}
+
+BUILTIN(is_kind) { /* how: a letter for each kind that is one */
+    return boolean(strchr(how, "uNbiftlprvgmsoF"[a->kind]));
+}
+
+BUILTIN(is_same) { return boolean(a[0].kind == a[1].kind && equal(w, a[0], a[1])); }
+
+BUILTIN(sorted) { /* pairs, by their first values */
+    List *pairs = new_list(w), *given = items_of(w, a[0]);
+    for (size_t i = 0; i < given->n; i++) push(w, pairs, given->item[i]);
+    sort(w, pairs, truth(a[1]));
+    return of_list(LIST, pairs);
+}
+
+BUILTIN(stream) { return of_list(STREAM, items_of(w, *a)); }
+
+BUILTIN(make_map) { /* dict and namespace: of a mapping or pairs, and of named values */
+    const List *given = a[0].list, *named = a[1].list, *pairs = new_list(w);
+    List *map = new_list(w);
+    if (given->n) pairs = given->item->kind == MAP ? pairs_of(w, given->item->list) : items_of(w, *given->item);
+    for (size_t i = 0; i < pairs->n; i++) {
+        const List *pair = items_of(w, pairs->item[i]);
+        if (pair->n != 2) wrong(w, "dict() needs pairs");
+        map_set(w, map, pair->item[0], pair->item[1]);
+    }
+    for (size_t i = 0; i < named->n; i += 2) map_set(w, map, named->item[i], named->item[i + 1]);
+    for (size_t i = 0; *how == 's' && i < map->n; i += 2)
+        if (point(need_text(w, map->item[i]), 0) == '_') wrong(w, "a namespace stores no names that begin with _");
+    return of_list(*how == 's' ? SPACE : MAP, map);
+}
+
+BUILTIN(range) {
+    const bool one = a[1].kind == NONE;
+    const int64_t from = one ? 0 : whole_of(w, a[0]), to = whole_of(w, a[!one]), step = whole_of(w, a[2]);
+    List *list = new_list(w);
+    char shown[90];
+    if (!step) wrong(w, "range() needs a step");
+    for (int64_t i = from; (step > 0 ? i < to : i > to) && list->n <= MOST_RANGE; i += step) push(w, list, whole(i));
+    if (list->n > MOST_RANGE) wrong(w, "range() gives more than %d numbers", MOST_RANGE);
+    snprintf(shown, sizeof shown, step == 1 ? "range(%lld, %lld)" : "range(%lld, %lld, %lld)", (long long)from,
+             (long long)to, (long long)step);
+    list->shown = c_text(w, text(w, shown));
+    return of_list(RANGE, list);
+}
+
+BUILTIN(raise_exception) { wrong(w, "%s", c_text(w, to_text(w, *a))); }
+
+BUILTIN(strftime_now) {
+    char text_of_day[1000];
+    return text_from(w, text_of_day, strftime(text_of_day, sizeof text_of_day, c_text(w, need_text(w, *a)), w->now),
+                     true);
+}
+
+BUILTIN(find_builtin) { return builtin(w, "", need_text(w, *a)); }
+
+/* Functions in C: what they take, and their names, with `how` behind a colon. */
+static const struct {
+    Builtin *run;
+    const char *takes, *names;
+} rows[] = {
+    {strip, "(v, chars=none)", "filter_trim:lr str_strip:lr str_lstrip:l str_rstrip:r"},
+    {change_case, "(v)", "filter_upper:u str_upper:u filter_lower:l str_lower:l"},
+    {has_only, "(v)", "str_isalpha:L str_isalnum:LN str_isdigit:N"},
+    {split, "(v, sep=none, maxsplit=-1)", "str_split:"},
+    {find_text, "(v, sub)", "str_find:"},
+    {length, "(v)", "filter_length: filter_count:"},
+    {list, "(v)", "filter_list: list_copy:"},
+    {string, "(v)", "filter_string: filter_safe:"},
+    {to_number, "(v, default=0, base=10)", "filter_int:int"},
+    {to_number, "(v, default=0.0)", "filter_float:float"},
+    {method, "(v, name)", "filter_attr:"},
+    {view, "(v)", "map_items:items map_keys:keys map_values:values"},
+    {get, "(v, key, default=none)", "map_get:"},
+    {changed, "(loop, varargs)", "loop_changed:"},
+    {ordered, "(v, other)",
+     "is_==:== is_eq:== is_equalto:== is_!=:!= is_ne:!= is_<:< is_lt:< is_lessthan:< is_<=:<= is_le:<= "
+     "is_>:> is_gt:> is_greaterthan:> is_>=:>= is_ge:>="},
+    {ordered, "(v, seq)", "is_in:in"},
+    {is_same, "(v, other)", "is_sameas:"},
+    {is_kind, "(v)",
+     "is_defined:NbiftlprvgmsoF is_undefined:u is_none:N is_boolean:b is_integer:i is_float:f is_number:bif "
+     "is_string:t is_sequence:utlprm is_iterable:utlprvgmo is_mapping:m is_callable:F is_escaped:- tuple:p"},
+    {make_map, "(varargs, kwargs)", "dict:dict namespace:space"},
+    {range, "(start, stop=none, step=1)", "range:"},
+    {raise_exception, "(message)", "raise_exception:"},
+    {strftime_now, "(format)", "strftime_now:"},
+    {sorted, "(pairs, reverse)", "sorted:"}, /* from here on for the prelude alone */
+    {stream, "(list)", "stream:"},
+    {sequence, "(key, items)", "group:group"},
+    {shaped, "(flags, type, v)", "shaped:"},
+    {json, "(v, ascii, sorted, comma, colon, indent)", "json:"},
+    {find_builtin, "(name)", "builtin:"},
+};
+
+/* ---- functions in Jinja ---- */
+
+/* A program of Jinja with a little more: the text is one tag, whose statements end with a semicolon. A macro may return
+ * a value, or be an expression; [x for y in z if c] is a list. Names begin with what they are: filter_, is_ and, of
+ * methods, str_, list_, map_ and loop_; others are for templates, those in `globals`, or for the prelude itself. */
+static const char globals[] = "range dict namespace raise_exception strftime_now cycler joiner";
+static const char prelude[] =
+    "macro is_even(v) = v % 2 == 0;"
+    "macro is_odd(v) = v % 2 == 1;"
+    "macro is_divisibleby(v, num) = v % num == 0;"
+    "macro is_true(v) = v is boolean and v;"
+    "macro is_false(v) = v is boolean and not v;"
+    "macro is_lower(v) = v|lower == v|string and v|upper != v|string;"
+    "macro is_upper(v) = v|upper == v|string and v|lower != v|string;"
+    "macro is_filter(v) = builtin('filter_' ~ v) is defined;"
+    "macro is_test(v) = builtin('is_' ~ v) is defined;"
+
+    "set str_islower, str_isupper = is_lower, is_upper;"
+    "macro str_isspace(v) = v != '' and v.strip() == '';"
+    "macro str_capitalize(v) = v[:1].upper() + v[1:].lower();"
+    "macro cased(c) = c.upper() != c.lower();"
+    "macro str_title(v) = ''.join([c.lower() if loop.index0 and cased(loop.previtem) else c.upper() for c in v]);"
+    "macro several(v) = v if tuple(v) else [v + ''];"
+    "macro str_startswith(v, prefix) = true in [v[:p|length] == p for p in several(prefix)];"
+    "macro str_endswith(v, suffix) = true in [v[v|length - p|length:] == p for p in several(suffix)];"
+    "macro str_removeprefix(v, prefix) = v[prefix|length:] if v.startswith(prefix) else v;"
+    "macro str_removesuffix(v, suffix) = v[:v|length - suffix|length] if v.endswith(suffix) else v;"
+    "macro str_rsplit(v, sep=none, maxsplit=-1) ="
+    " [x[::-1] for x in v[::-1].split(sep[::-1] if sep else sep, maxsplit)][::-1];"
+    "macro str_splitlines(v, keepends=false);"
+    " set ns = namespace(v=v.replace('\\r\\n', '\\n'));"
+    " for c in '\\r\\v\\f\\x1c\\x1d\\x1e\\x85\\u2028\\u2029'; set ns.v = ns.v.replace(c, '\\n'); endfor;"
+    " set lines = ns.v.split('\\n');"
+    " set ended = lines[:-1];"
+    " return [line + '\\n' if keepends else line for line in ended] + (lines[-1:] if lines[-1] else []); endmacro;"
+    "macro str_join(v, iterable); for x in iterable; write ('' if loop.first else v) + x; endfor; endmacro;"
+    "macro str_replace(v, old, new, count=-1);"
+    " if old; return new.join(v.split(old, count)); endif;"
+    " for c in v; write new if count < 0 or loop.index0 < count; write c; endfor;"
+    " write new if count < 0 or v|length < count; endmacro;"
+    "macro str_count(v, sub) = v.split(sub)|length - 1 if sub else v|length + 1;"
+    "macro str_rfind(v, sub); set at = v[::-1].find(sub[::-1]);"
+    " return at if at < 0 else v|length - sub|length - at; endmacro;"
+    "macro found(at) = raise_exception('index() finds nothing') if at < 0 else at;"
+    "macro str_index(v, sub) = found(v.find(sub));"
+    "macro str_rindex(v, sub) = found(v.rfind(sub));"
+    "macro list_count(v, value) = [x for x in v if x == value]|length;"
+    "macro list_index(v, value); for x in v; if x == value; return loop.index0; endif; endfor;"
+    " return found(-1); endmacro;"
+    "macro map_copy(v) = v;"
+    "macro loop_cycle(loop) = varargs[loop.index0 % varargs|length];"
+
+    /* text % values */
+    "macro printed(v, values);"
+    " set all = values if tuple(values) else [values];"
+    " set ns = namespace(at=0, literal=true);"
+    " for piece in v.split('%');"
+    "  if ns.literal; write piece; set ns.literal = false;"
+    "  elif not piece and not loop.last; write '%'; set ns.literal = true;"
+    "  else;"
+    "   set key, rest = piece[1:].split(')', 1) if piece[:1] == '(' else (none, piece);"
+    "   set tail = rest.lstrip('-+ 0#123456789.');"
+    "   write shaped(rest[:rest|length - tail|length], tail[:1], all[ns.at] if key is none else values[key]) + "
+    "tail[1:];"
+    "   set ns.at = ns.at + (1 if key is none else 0);"
+    "  endif;"
+    " endfor;"
+    " write raise_exception('a format needs as many values') if ns.at != all|length and values is not mapping;"
+    " endmacro;"
+    /* text.format(): what stands outside of fields, a field's value as its part behind the colon says, all of it */
+    "macro plain(v) = raise_exception('a } stands alone') if '}' in v.replace('}}', '')"
+    " else v.replace('}}', '}').replace('\\x01', '{');"
+    "macro formed(v, spec);"
+    " set form = spec.lstrip('<>^');"
+    " set form = form if form[-1:].isalpha() else form ~ 's';"
+    " set left = '-' if spec[:1] == '<' or v is string and spec[:1] != '>' else '';"
+    " if spec[:1] != '^'; return shaped(left ~ form[:-1], form[-1], v); endif;"
+    " set text = v|string;"
+    " set pad = form[:-1]|int - text|length;"
+    " return ' ' * (pad // 2) ~ text ~ ' ' * (pad - pad // 2); endmacro;"
+    "macro str_format(v);"
+    " set ns = namespace(at=0);"
+    " for piece in v.replace('{{', '\\x01').split('{');"
+    "  if loop.first; write plain(piece);"
+    "  else;"
+    "   set field, rest = piece.split('}', 1);"
+    "   set name, spec = (field ~ ':').split(':', 1);"
+    "   set first = name.split('.')[0];"
+    "   set at = first if first and not first.isdigit() else first|int(ns.at);"
+    "   set ns.at = ns.at + (0 if first else 1);"
+    "   write raise_exception('format() lacks a value') if at not in kwargs and at not in range(varargs|length);"
+    "   set value = path(kwargs[at] if at is string else varargs[at], name[first|length + 1:] or none);"
+    "   write formed(value, spec[:-1]) ~ plain(rest);"
+    "  endif;"
+    " endfor; endmacro;"
+
+    /* what filters share: the value at a path such as a.0.b, or v itself; what x is sorted by; that with x, for each x
+     */
+    "macro path(v, at);"
+    " set ns = namespace(v=v);"
+    " for k in (at.split('.') if at is string else [] if at is none else [at]);"
+    "  set ns.v = ns.v[k|int if k is string and k.isdigit() else k];"
+    " endfor;"
+    " return ns.v; endmacro;"
+    "macro folded(k, exact) = k if exact or k is not string else k|lower;"
+    "macro keys(x, attribute, exact, default) ="
+    " [folded(path(x, at)|default(default), exact) for at in (attribute.split(',') if attribute is string else "
+    "[attribute])];"
+    "macro keyed(v, attribute, exact, default=nothing) = [(keys(x, attribute, exact, default), x) for x in v];"
+
+    "macro filter_abs(v) = -v if v < 0 else +v;"
+    "macro filter_batch(v, linecount, fill_with=none);"
+    " set all = v|list;"
+    " set fill = [] if fill_with is none else [fill_with] * ((0 - all|length) % linecount);"
+    " return stream([(all + fill)[i:i + linecount] for i in range(0, all|length, linecount)]); endmacro;"
+    "macro filter_capitalize(v) = (v|string).capitalize();"
+    "macro filter_center(v, width=80);"
+    " set text = v|string;"
+    " set pad = width - text|length;"
+    " set left = pad // 2 + pad % 2 * (width % 2);"
+    " return ' ' * left ~ text ~ ' ' * (pad - left); endmacro;"
+    "macro filter_default(v, default_value='', boolean=false) ="
+    " default_value if v is undefined or boolean and not v else v;"
+    "set filter_d = filter_default;"
+    "macro filter_dictsort(v, case_sensitive=false, by='key', reverse=false) ="
+    " filter_sort(v.items(), reverse, case_sensitive, 1 if by == 'value' else 0);"
+    "macro filter_first(v) = (v|list)[0];"
+    "macro filter_format(v) = printed(v|string, kwargs or varargs);"
+    "macro filter_groupby(v, attribute, default=nothing, case_sensitive=false);"
+    " set pairs = sorted(keyed(v, attribute, case_sensitive, default), false);"
+    " set first = [pairs[i] for i in range(pairs|length) if not i or pairs[i][0] != pairs[i - 1][0]];"
+    " return [group(path(x, attribute)|default(default), [y for l, y in pairs if l == k]) for k, x in first]; endmacro;"
+    "macro filter_indent(v, width=4, first=false, blank=false);"
+    " set by = width if width is string else ' ' * width;"
+    " set lines = (v|string ~ '\\n').splitlines();"
+    " return '\\n'.join([by ~ line if (first if loop.first else line or blank) else line for line in lines]); endmacro;"
+    "macro filter_items(v) = stream(v.items()|list if v is defined else []);"
+    "macro filter_join(v, d='', attribute=none) = (d|string).join([path(x, attribute)|string for x in v]);"
+    "macro filter_last(v) = (v|list)[v|length - 1];"
+    "macro filter_map(v);"
+    " set f = builtin('filter_' ~ varargs[0]);"
+    " if varargs; return stream([f(x, *varargs[1:], **kwargs) for x in v]); endif;"
+    " return stream([path(x, kwargs.attribute)|default(kwargs.default) for x in v]); endmacro;"
+    "macro filter_max(v, case_sensitive=false, attribute=none) = filter_sort(v, true, case_sensitive, attribute)[0];"
+    "macro filter_min(v, case_sensitive=false, attribute=none) = filter_sort(v, false, case_sensitive, attribute)[0];"
+    "macro filter_replace(v, old, new, count=none) ="
+    " (v|string).replace(old|string, new|string, -1 if count is none else count);"
+    "macro filter_reverse(v) = v[::-1] if v is string else stream((v|list)[::-1]);"
+    "macro filter_round(v, precision=0, method='common');"
+    " set scale = 10 ** precision;"
+    " if method == 'floor'; return v * scale // 1 / scale; endif;"
+    " if method == 'ceil'; return -(-v * scale // 1) / scale; endif;"
+    " if precision < 0;"
+    "  set x = filter_round(v / 10 ** -precision) * 10 ** -precision;"
+    "  return x|int if v is integer else x;"
+    " endif;"
+    " return v if v is integer else shaped('.' ~ precision, 'f', v)|float; endmacro;"
+    "macro chosen(v, wanted, attribute, test, named);"
+    " set f = builtin('is_' ~ test[0]) if test else map_copy;"
+    " return stream([x for x in v if (not f(path(x, attribute), *test[1:], **named)) != wanted]); endmacro;"
+    "macro filter_select(v) = chosen(v, true, none, varargs, kwargs);"
+    "macro filter_reject(v) = chosen(v, false, none, varargs, kwargs);"
+    "macro filter_selectattr(v, attr) = chosen(v, true, attr, varargs, kwargs);"
+    "macro filter_rejectattr(v, attr) = chosen(v, false, attr, varargs, kwargs);"
+    "macro filter_slice(v, slices, fill_with=none);"
+    " set all = v|list;"
+    " set n, extra = all|length // slices, all|length % slices;"
+    " set ends = [n * i + (i if i < extra else extra) for i in range(slices + 1)];"
+    " set fill = [] if fill_with is none else [fill_with];"
+    " return stream([all[ends[i]:ends[i + 1]] + (fill if i >= extra else []) for i in range(slices)]); endmacro;"
+    "macro filter_sort(v, reverse=false, case_sensitive=false, attribute=none) ="
+    " [x for k, x in sorted(keyed(v, attribute, case_sensitive), reverse)];"
+    "macro filter_sum(v, attribute=none, start=0);"
+    " set ns = namespace(sum=start);"
+    " for x in v; set ns.sum = ns.sum + path(x, attribute); endfor;"
+    " return ns.sum; endmacro;"
+    "macro begins_word(before) = before is undefined or before.isspace() or before in '-({[<';"
+    "macro filter_title(v) ="
+    " ''.join([c.upper() if begins_word(loop.previtem) else c.lower() for c in v|string]);"
+    "macro filter_tojson(v, ensure_ascii=false, indent=none, separators=none, sort_keys=false);"
+    " set comma, colon = separators or (', ' if indent is none else ',', ': ');"
+    " return json(v, ensure_ascii, sort_keys, comma, colon, ' ' * indent if indent is number else indent); endmacro;"
+    "macro filter_truncate(v, length=255, killwords=false, end='...', leeway=none);"
+    " set text = v|string;"
+    " set cut = text[:length - end|length];"
+    " if text|length <= length + (5 if leeway is none else leeway); return text; endif;"
+    " return (cut if killwords else cut.rsplit(' ', 1)[0]) + end; endmacro;"
+    "macro filter_unique(v, case_sensitive=false, attribute=none);"
+    " set pairs = keyed(v, attribute, case_sensitive);"
+    " set all = [k for k, x in pairs];"
+    " return stream([pairs[i][1] for i in range(all|length) if all[i] not in all[:i]]); endmacro;"
+    "macro filter_wordcount(v) ="
+    " ''.join([c if c.isalnum() or c == '_' else ' ' for c in v|string]).split()|length;"
+
+    "macro cycler();"
+    " set items = varargs;"
+    " set ns = namespace(at=0, current=items[0]);"
+    " macro next();"
+    "  set now = ns.current;"
+    "  set ns.at = (ns.at + 1) % items|length;"
+    "  set ns.current = items[ns.at];"
+    "  return now; endmacro;"
+    " macro reset(); set ns.at = 0; set ns.current = items[0]; endmacro;"
+    " set ns.next, ns.reset = next, reset;"
+    " return ns; endmacro;"
+    "macro joiner(sep=', ');"
+    " set ns = namespace(used=false);"
+    " macro next(); write sep if ns.used; set ns.used = true; endmacro;"
+    " return next; endmacro;";
 
 /* ---- templates ---- */
 
 struct Jinja {
     Chunk *chunks;
+    Scope *globals;
+    const List *functions;
     const Node *body;
-    const char *const *names;
-    size_t n;
 };
 
+static Parser parser_of(Work *w, const char *source, bool prelude) {
+    return (Parser){.w = w, .begin = source, .s = source, .token = "", .close = ";", .prelude = prelude};
+}
+
+/* Fills a scope with all functions. */
+static void define_functions(Work *w, Scope *scope) {
+    w->builtins = &scope->names;
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        Parser p = parser_of(w, rows[i].takes, true);
+        next(&p);
+        const Node *takes = parse_parameters(&p);
+        for (const char *s = rows[i].names; *s; s += strspn(s, " ")) {
+            const size_t n = strcspn(s, ":"), end = strcspn(s, " ");
+            const Value name = text_from(w, s, n, true), how = text_from(w, s + n + 1, end - n - 1, true);
+            Function *f = take(w, sizeof *f);
+            *f = (Function){c_text(w, name), takes, .run = rows[i].run, .how = c_text(w, how), .strict = true};
+            push(w, &scope->names, name), push(w, &scope->names, (Value){FUNCTION, .function = f});
+            s += end;
+        }
+    }
+    Parser p = parser_of(w, prelude, true);
+    run(w, scope, parse_body(&p, ""));
+}
+
 Jinja *jinja_parse(const char *source, size_t n, Error *e) {
-    Work w = {.code = BAD_MODEL, .e = e, .line = 1};
+    Work w = {.stack = __builtin_frame_address(0), .code = BAD_MODEL, .e = e, .line = 1, .most_steps = JINJA_STEPS};
     Jinja *t = allocate_zero(1, sizeof *t);
-    LocalBytes text = {0};
-    bytes_text(&text, "");
-    for (size_t i = 0; i < n; i++) /* \r\n and \r become \n; a line break at the end is dropped */
-        if (source[i] != '\n' || !i || source[i - 1] != '\r')
-            bytes_add(&text, source[i] == '\r' ? "\n" : source + i, 1);
-    if (text.n && text.data[text.n - 1] == '\n') text.n--;
     if (utf8_check(source, n) < n) {
         fail(e, BAD_MODEL, "chat template: it is not UTF-8");
     } else if (!setjmp(w.failed)) {
-        Parser p = {.w = &w, .begin = text_from(&w, text.data, text.n, true).data};
-        p.end = p.begin + text.n;
-        for (int i = 0; i < FIXED_NAMES; i++) intern(&p, fixed_names[i], strlen(fixed_names[i]));
-        lex(&p);
-        w.line = 1;
+        char *clean = take(&w, n + 1), *end = clean;
+        for (size_t i = 0; i < n && source[i]; i++) /* \r\n and \r become \n; a line break at the end is dropped */
+            if (source[i] != '\n' || !i || source[i - 1] != '\r') *end++ = source[i] == '\r' ? '\n' : source[i];
+        if (end > clean && end[-1] == '\n') end--;
+        *end = 0;
+        Scope *functions = new_scope(&w, NULL);
+        define_functions(&w, functions);
+        Parser p = parser_of(&w, clean, false);
+        t->globals = new_scope(&w, NULL);
+        for (size_t i = 0; i < functions->names.n; i += 2)
+            if (text_listed(globals, c_text(&w, functions->names.item[i])))
+                push(&w, &t->globals->names, functions->names.item[i]),
+                    push(&w, &t->globals->names, functions->names.item[i + 1]);
         t->body = parse_body(&p, "");
-        t->names = p.name, t->n = p.names, t->chunks = w.chunks;
+        t->functions = &functions->names;
+        t->chunks = w.chunks;
         return t;
     }
     release(w.chunks);
@@ -2825,26 +1993,29 @@ void jinja_free(Jinja *t) {
     free(t);
 }
 
-/* Sets those variables of a JSON object that the template names. */
-static void set_variables(Work *w, Scope *scope, const Jinja *t, const cJSON *json, bool own) {
-    const cJSON *each;
-    cJSON_ArrayForEach(each, json) {
-        for (size_t i = 0; i < t->n; i++)
-            if (!strcmp(t->names[i], each->string)) set_variable(w, scope, t->names[i], from_json(w, each, own));
-    }
-}
-
-bool jinja_render(const Jinja *t, const cJSON *own, const cJSON *given, const struct tm *now, Marked *out, Error *e) {
-    Buffer text = {0};
-    Work w = {.code = USAGE, .e = e, .line = 1, .now = now, .out = &text, .names = t->names};
-    Scope outer = {NULL, NULL}, scope = {&outer, NULL};
+bool jinja_render(const Jinja *t, int64_t steps, const cJSON *own, const cJSON *given, const struct tm *now,
+                  Marked *out, Error *e) {
+    Buffer b = {0};
+    Work w = {.stack = __builtin_frame_address(0), .code = USAGE, .e = e, .line = 1, .most_steps = steps};
+    const cJSON *const variables[] = {own, given};
+    w.builtins = t->functions, w.out = &b, w.now = now;
     const bool ok = !setjmp(w.failed);
     if (ok) {
-        set_variables(&w, &outer, t, own, true);
-        set_variables(&w, &outer, t, given, false);
-        run(&w, &scope, t->body);
-        bytes_add(&out->text, text.data, text.n);
-        bytes_add(&out->own, text.by, text.n);
+        Scope *scope = new_scope(&w, t->globals);
+        if (!now) map_set(&w, &scope->names, text(&w, "strftime_now"), (Value){0});
+        for (int i = 0; i < 2; i++) {
+            scope = new_scope(&w, scope);
+            if (variables[i]) scope->names = *from_json(&w, variables[i], !i).list;
+        }
+        run(&w, new_scope(&w, scope), t->body);
+        char *bytes = take(&w, 4 * b.n);
+        marked_add(out, "", 0, true);
+        for (size_t from = 0, i = 1; i <= b.n; i++) {
+            if (i < b.n && (b.at[i] & OWN) == (b.at[from] & OWN)) continue;
+            const size_t n = encode(part(text_of(&b), from, i - from), bytes);
+            marked_add(out, bytes, n, b.at[from] & OWN);
+            from = i;
+        }
     }
     release(w.chunks);
     return ok;

@@ -10,7 +10,9 @@
 
 typedef struct {          /* Chat.own */
     Jinja *plain, *tools; /* tools: for prompts with tools, or NULL: the same */
+    int64_t steps;        /* that a prompt may take */
 } Own;
+enum { PROBE_STEPS = 100000 }; /* for conversations of a few words, of which opening a model renders some */
 
 static void close_templates(Chat *chat) {
     Own *own = chat->own;
@@ -32,7 +34,9 @@ static bool fits(Chat *chat, Error *e) {
     }
     chat->name = "its own chat template";
     chat->schemas = false;
+    own->steps = PROBE_STEPS;
     answers_open(chat);
+    own->steps = JINJA_STEPS;
     return true;
 }
 
@@ -168,7 +172,8 @@ static bool render(const Chat *chat, const Conversation *c, bool prompt, Marked 
         json_add(given, "messages", messages, NULL);
         if (continues && !mark_last(messages, e)) return false;
         const Jinja *t = tools_of(c) && own->tools ? own->tools : own->plain;
-        if (jinja_render(t, tokenizer_special(chat->tokenizer), given, dated ? &day : NULL, out, way ? &problem : e))
+        if (jinja_render(t, own->steps, tokenizer_special(chat->tokenizer), given, dated ? &day : NULL, out,
+                         way ? &problem : e))
             return !continues || cut_at_mark(out, begin, e);
     }
     return false;

@@ -15,11 +15,11 @@ static void templates_equal_jinja2(void) {
         const char *source = cJSON_GetStringValue(row->child), *text = cJSON_GetStringValue(row->child->next);
         Jinja *t = jinja_parse(source, strlen(source), &e);
         Marked out = {0}, greek = {0};
-        const bool ok = t && jinja_render(t, own, json_get(golden, "values"), &day, &out, &e);
+        const bool ok = t && jinja_render(t, JINJA_STEPS, own, json_get(golden, "values"), &day, &out, &e);
         check(ok == (text != NULL), "%s is %s: %s", source, ok ? "not refused" : "refused", ok ? "" : e.text);
         check(ok || strstr(e.text, "line "), "an error without a line: %s", e.text);
         check(!ok || !text || same(out.text.data, text), "%s gives %s", source, out.text.data);
-        if (t && jinja_render(t, own, json_get(golden, "greek"), &day, &greek, &e))
+        if (t && jinja_render(t, JINJA_STEPS, own, json_get(golden, "greek"), &day, &greek, &e))
             for (size_t i = 0; i < greek.text.n; i++)
                 check(((unsigned char)greek.text.data[i] & 0xFE) != 0xCE || !greek.own.data[i], "%s loses an origin",
                       source);
@@ -50,7 +50,8 @@ static void hostile_templates_are_bounded(void) {
     for (size_t i = 0; i < sizeof sources / sizeof *sources; i++) {
         Marked out = {0};
         Jinja *t = jinja_parse(sources[i], strlen(sources[i]), &e);
-        check(t && !jinja_render(t, NULL, NULL, NULL, &out, &e) && e.code == USAGE, "%s is not refused", sources[i]);
+        check(t && !jinja_render(t, JINJA_STEPS, NULL, NULL, NULL, &out, &e) && e.code == USAGE, "%s is not refused",
+              sources[i]);
         marked_free(&out), jinja_free(t);
     }
     Bytes deep = {0};
