@@ -51,25 +51,27 @@ BUILDS = {"reference": ([helpers.PLAIN, helpers.BUILD / "reference/unit",
 WAITS = ("hub.faults", "serve.a_client_that_does_not_read_is_cut_off", "hub.kill", "hub.resume",
          "serve.slow_requests_end")
 # Of the others, those that take long start first: seconds of processor time.
-COSTS = {"sanitized unit: ids of published tokenizers": 30, "perplexity.equals_transformers": 45, "prompt.harmony_rendered": 40,
-         "sanitized unit: texts pause in turn while steps of fewer are faster": 45,
+COSTS = {"serve.alone_equals_under_load": 70, "tiny.questions_that_were_held_out": 40,
+         "json.every_format_keeps_schemas": 40, "emulated gpu: every encoding of safetensors": 32,
          "sanitized unit: scheduled among others, with few pages = alone": 30,
-         "serve.alone_equals_under_load": 60, "http.large_bodies": 8, "http.clients_share_the_queue": 10, "endurance.soak": 12,
-         "endurance.sigterm_in_every_state": 30, "endurance.large_bodies_from_all_sides": 30, "tiny.questions_that_were_held_out": 35, "play.json": 15,
-         "serve.logprobs_end_where_a_stop_text_begins": 35, "play.stop_texts": 15,
-         "emulated gpu: every encoding of safetensors": 36,
-         "unit: scheduled among others, with few pages = alone": 27,
-         "prompt.a_megabyte_of_one_character": 25, "prompt.ids_of_strings_families": 25,
-         "sanitized unit: every family alone = in a batch = in chunks = rewound": 21,
-         "prompt.decode_of_encode_is_the_text_published": 20, "prompt.ids_of_strings_gpt_oss": 20,
-         "play.only_the_answer_is_on_stdout": 20,
+         "sanitized unit: texts pause in turn while steps of fewer are faster": 27,
+         "perplexity.equals_transformers": 27, "sanitized unit: sizes of published models": 25,
+         "serve.logprobs_end_where_a_stop_text_begins": 24, "unit: scheduled among others, with few pages = alone": 20,
+         "endurance.sigterm_in_every_state": 20, "prompt.harmony_rendered": 17,
+         "sanitized unit: every family alone = in a batch = in chunks = rewound": 16, "hub.reset_at_every_byte": 16,
          "emulated gpu: fixtures at every stage, in chunks of 1 to all": 19,
          "emulated gpu: fixtures at every stage, in chunks of 1 to all, plain": 19,
-         "emulated gpu: the real router and experts, 40 tokens": 17, "emulated gpu: every type of GGUF": 16,
-         "emulated gpu: one chunk = many": 12, "emulated gpu: 17 beginnings in one batch": 12,
-         "prompt.harmony_parsed": 15, "play.models_are_found": 15, "gguf.vocabularies_of_families": 12,
-         "unit: texts pause in turn while steps of fewer are faster": 10,
-         "emulated gpu: prompts of 1 to 300 tokens, no experts": 10, "emulated gpu: the real router and experts, one token": 10}
+         "json.random_schemas_by_tokens_of_families": 15, "emulated gpu: every type of GGUF": 14,
+         "prompt.a_megabyte_of_one_character": 13, "play.interrupted_prompt": 12,
+         "play.conversations_in_a_terminal": 12, "emulated gpu: the real router and experts, 40 tokens": 11,
+         "sanitized unit: ids of published tokenizers": 11, "json.calls_keep_their_schemas": 10,
+         "emulated gpu: 17 beginnings in one batch": 10, "prompt.harmony_parsed": 10,
+         "gguf.vocabularies_of_families": 10, "unit: texts pause in turn while steps of fewer are faster": 10,
+         "endurance.large_bodies_from_all_sides": 10, "gguf.hostile_headers": 9, "prompt.ids_of_strings_families": 8,
+         "play.only_the_answer_is_on_stdout": 8, "emulated gpu: weights take as much memory as is said": 8,
+         "gguf.chat_templates": 8, "emulated gpu: the real router and experts, one token": 7,
+         "emulated gpu: prompts of 1 to 300 tokens, no experts": 7, "prompt.decode_of_encode_is_the_text_published": 6,
+         "prompt.ids_of_strings_gpt_oss": 5}
 OTHERS = 1  # seconds of processor time of any other test
 
 
@@ -311,6 +313,8 @@ def main():
     if "--fetch" in options:
         fetch()
     builds, tests = plan(options, words)
+    if not tests:
+        sys.exit(f"no test has {' or '.join(words)} in its name")
     minutes = sum(job.cost for job in builds + tests) * helpers.slowness()[0] / helpers.CORES / 60
     print(f"Runs {len(tests)} tests, builds what they need: {', '.join(job.name[6:] for job in builds)}.")
     if "--emulated" in options:
