@@ -11,11 +11,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-/* Bodies of at most SMALL bytes always have room; larger ones share BODIES. PREPARED requests are parsed and tokenised
- * at once, of LARGE ones only one, because that takes many times its size. */
-enum { MOST_HEADERS = 32 << 10, SMALL = 64 << 10, LARGE = 1 << 20, BODIES = 64 << 20, PREPARED = 4 };
-enum { MOST_JSON = 2000000, MOST_CONNECTIONS = 2048, SPARE_CONNECTIONS = 256, WRITE_SECONDS = 60 };
-enum { PART = 16 << 10, STACK = 1 << 20 };
+enum { MOST_HEADERS = 32 << 10, SMALL = 64 << 10 /* a body that always has room */, LARGE = 1 << 20 };
+enum { MOST_JSON = 2000000, SPARE_CONNECTIONS = 256, WRITE_SECONDS = 60, PART = 16 << 10, STACK = 1 << 20 };
 
 /* The text of page.html. */
 extern const char page_text[];
@@ -64,6 +61,10 @@ const Endpoint endpoints[ENDPOINTS] = {
 
 /* ---- shares: of connections, of memory, of the queue ---- */
 
+/* Connections that an address may have, and all together. */
+static int most_of_address(void) { return given.streams + given.queue + SPARE_CONNECTIONS; }
+static int most_connections(void) { return 4 * most_of_address(); }
+
 static Client *client_join(uint64_t name) {
     Client *c;
     LIST_FOREACH(c, &server.clients, next) if (c->name == name) break;
@@ -82,44 +83,63 @@ static void client_leave(Client *c) {
     free(c);
 }
 
-/* Takes n of the `most` that there are of something, as soon as they are free. False: that takes too long, or the
- * client has left. */
-static bool hold(Request *q, size_t *taken, size_t most, size_t n) {
-    const double until = seconds() + READ_SECONDS;
-    q->deadline = INFINITY;
-    lock();
-    while (*taken + n > most && !q->error.code) {
-        if (has_left(q))
-            fail(&q->error, CLIENT_LEFT, "the client has left");
-        else if (server.ends > 0 || seconds() > until)
-            fail(&q->error, 503, "too many large requests came at once: try again");
-        else
-            wait_on(&server.room, CHECK_MS);
+/* Gives what is free of a share to those who wait for it: first to the client that got none for longest. The caller
+ * holds the lock. */
+static void give(Share *share) {
+    while (true) {
+        Request *q, *first = NULL;
+        TAILQ_FOREACH(q, &server.requests, next) {
+            if (q->waits != share) continue;
+            if (!first || q->client->part_turn < first->client->part_turn) first = q;
+        }
+        if (!first || share->taken + first->wants > share->most) return;
+        share->taken += first->wants;
+        first->waits = NULL;
+        first->client->part_turn = ++server.turns;
+        pthread_cond_signal(&first->wake);
     }
-    const bool ok = !q->error.code;
-    *taken += ok ? n : 0;
+}
+
+/* Waits for n of a share; so does the client with what it has not sent yet. False: the model's thread gave it up. */
+static bool hold(Request *q, Share *share, size_t n) {
+    q->deadline = INFINITY;
+    MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, 0);
+    lock();
+    q->waits = can_answer(q) ? share : NULL;
+    q->wants = n;
+    give(share);
+    while (q->waits && !q->error.code) pthread_cond_wait(&q->wake, &server.lock);
+    if (q->waits) q->waits = NULL, give(share);
     unlock();
+    MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, (unsigned)WRITE_SECONDS);
     q->deadline = seconds() + READ_SECONDS;
-    return ok;
+    return !q->error.code;
 }
 
 bool prepare(Request *q, size_t bytes) {
-    size_t *place = bytes > LARGE ? &server.preparing_large : &server.preparing;
-    if (hold(q, place, bytes > LARGE ? 1 : PREPARED, 1)) q->place = place;
+    Share *place = bytes > LARGE ? &server.preparing_large : &server.preparing;
+    if (hold(q, place, 1)) q->place = place;
     q->deadline = INFINITY;
     return q->place;
 }
 
-void prepared(Request *q) {
-    const bool large = q->place == &server.preparing_large;
-    if (!q->held && !q->place) return;
-    if (large) malloc_trim(0);
+static void give_back(Share *share, size_t n) {
     lock();
-    server.bodies -= q->held;
-    if (q->place) --*q->place;
-    q->held = 0, q->place = NULL;
-    pthread_cond_broadcast(&server.room);
+    share->taken -= n;
+    give(share);
     unlock();
+}
+
+void prepared(Request *q) {
+    if (q->place == &server.preparing_large) malloc_trim(0);
+    if (q->place) give_back(q->place, 1);
+    q->place = NULL;
+}
+
+void free_body(Request *q) {
+    bytes_free(&q->body);
+    if (q->held) give_back(&server.bodies, q->held);
+    q->held = 0;
 }
 
 /* ---- may this be asked? ---- */
@@ -213,8 +233,10 @@ static bool check_request(Request *q, const char *method, const char *version) {
     q->client = client_join(text_hash(q->address->name, q->key ? q->key : "", q->key ? strlen(q->key) : 0));
     if (!(q->endpoint->is & OPEN) && server.keys && !q->key)
         fail(e, 401, "Incorrect API key provided, or none: send it as Authorization: Bearer KEY");
-    else if (!(q->endpoint->is & SPARE) && q->address->users > given.streams + given.queue + SPARE_CONNECTIONS)
+    else if (!(q->endpoint->is & SPARE) && q->address->users > most_of_address())
         fail(e, 503, "your address has %d connections: close some", q->address->users);
+    else if (!(q->endpoint->is & SPARE) && server.connections > most_connections())
+        fail(e, 503, "the server has %d connections: try again", server.connections);
     else if (!(q->endpoint->is & OPEN) && !server.ready)
         fail(e, 503, "the model is being loaded");
     else if (length && strtod(length, NULL) > MOST_BODY)
@@ -298,9 +320,9 @@ static void name_request(Request *q) {
 static void take_part(Request *q, const char *part, size_t n) {
     const char *length = header(q, "Content-Length");
     if (q->body.n + n > MOST_BODY) fail(&q->error, 413, "the body has more than %d bytes", MOST_BODY);
-    if (!q->error.code && q->body.n + n > SMALL && !q->held) {
+    if (q->endpoint && !q->error.code && q->body.n + n > SMALL && !q->held) {
         const size_t all = length ? (size_t)strtod(length, NULL) : MOST_BODY;
-        if (hold(q, &server.bodies, BODIES, all)) {
+        if (hold(q, &server.bodies, all)) {
             q->held = all;
             q->body.data = reallocate(q->body.data, q->body.room = all + 1);
         }
@@ -335,6 +357,7 @@ static void run_request(Request *q) {
     if (q->json && !cJSON_IsObject(q->json)) fail(&q->error, 400, "the body is not a JSON object");
     bytes_free(&q->body);
     if (!q->error.code && (!body || check_fields(q))) q->endpoint->run(q);
+    if (!q->error.code) prepared(q);
 }
 
 /* libmicrohttpd calls it when the headers are here, for each part of the body, and at its end. */
@@ -377,10 +400,10 @@ void end_request(Request *q) {
         ids_free(&c->stream.tokens);
         reader_free(&c->reader);
     }
-    bytes_free(&q->body), bytes_free(&q->out);
+    bytes_free(&q->out);
     cJSON_Delete(q->json), cJSON_Delete(q->names);
     free(q->choice), free(q->bias);
-    prepared(q);
+    prepared(q), free_body(q);
     memset(&q->endpoint, 0, sizeof *q - offsetof(Request, endpoint));
 }
 
@@ -415,7 +438,7 @@ static void connection_changed(void *data, struct MHD_Connection *connection, vo
         inet_ntop(a->sa_family, ip, q->from, sizeof q->from);
         pthread_cond_init(&q->wake, NULL);
         TAILQ_FOREACH(slow, &server.requests, next) if (slow->deadline < INFINITY) break;
-        if (++server.connections > MOST_CONNECTIONS && slow) shutdown(slow->fd, SHUT_RDWR); /* makes room */
+        if (++server.connections > most_connections() && slow) shutdown(slow->fd, SHUT_RDWR); /* makes room */
         TAILQ_INSERT_TAIL(&server.requests, q, next);
     } else if (q) {
         server.connections--;
@@ -447,7 +470,7 @@ struct MHD_Daemon *start_daemon(void) {
         request_ended, NULL, MHD_OPTION_NOTIFY_CONNECTION, connection_changed, NULL, MHD_OPTION_CONNECTION_TIMEOUT,
         (unsigned)WRITE_SECONDS, MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)2 * MOST_HEADERS,
         MHD_OPTION_THREAD_STACK_SIZE, (size_t)STACK, MHD_OPTION_CONNECTION_LIMIT,
-        (unsigned)(MOST_CONNECTIONS + SPARE_CONNECTIONS), MHD_OPTION_UNESCAPE_CALLBACK, leave_escaped, NULL,
+        (unsigned)(most_connections() + SPARE_CONNECTIONS), MHD_OPTION_UNESCAPE_CALLBACK, leave_escaped, NULL,
         MHD_OPTION_END);
     if (!d)
         fail(&e, FAILED, "%.100s port %d: %m; choose another with --host or --port", given.host, given.port), die(&e);

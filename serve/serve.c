@@ -13,10 +13,16 @@
 #include <unistd.h>
 
 enum { AHEAD = 8 /* answers that wait in the scheduler, where nobody overtakes them */ };
-enum { GRACE_SECONDS = 2 /* for replies after the last answer, and then for threads that are busy */ };
+enum { GRACE_SECONDS = 2 /* for replies after the last answer; after SIGTERM at most half of --drain */ };
 
 Given given;
-Server server = {.lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER, .room = PTHREAD_COND_INITIALIZER};
+/* Large bodies share 64 MB. Four requests are parsed and tokenised at once, of large ones only one, because that takes
+ * many times its size. */
+Server server = {.lock = PTHREAD_MUTEX_INITIALIZER,
+                 .work = PTHREAD_COND_INITIALIZER,
+                 .bodies.most = 4 * MOST_BODY,
+                 .preparing.most = 4,
+                 .preparing_large.most = 1};
 
 bool wait_on(pthread_cond_t *cond, int ms) {
     const double until = seconds() + ms / 1e3;
@@ -24,7 +30,8 @@ bool wait_on(pthread_cond_t *cond, int ms) {
     return !pthread_cond_clockwait(cond, &server.lock, CLOCK_MONOTONIC, &at);
 }
 
-bool has_left(const Request *q) {
+/* Has its client? */
+static bool has_left(const Request *q) {
     struct pollfd p = {.fd = q->fd, .events = POLLRDHUP};
     return poll(&p, 1, 0) > 0;
 }
@@ -69,7 +76,7 @@ void complete(Request *q) {
     take_places(q, places);
     unlock();
     const bool made = places && make_choices(q);
-    if (made) prepared(q);
+    if (made) prepared(q), free_body(q);
     MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, 0); /* now the client waits for us */
     lock();
     if (made) can_answer(q);
@@ -152,9 +159,9 @@ static Choice *next_choice(void) {
     return best;
 }
 
-/* Cuts off clients that are too slow. Ends choices if their request has an error, for example because its client has
- * left. Adds new ones to the scheduler. Returns whether a queued request still waits for its reply. The caller holds
- * the lock. */
+/* Cuts off clients that are too slow. Ends choices and waits of requests that have an error, for example because its
+ * client has left. Adds new choices to the scheduler. Returns whether a queued request still waits for its reply. The
+ * caller holds the lock. */
 static bool update_requests(void) {
     bool busy = false;
     Request *q;
@@ -163,9 +170,12 @@ static bool update_requests(void) {
     TAILQ_FOREACH(q, &server.requests, next) {
         if (server.moved > q->deadline) shutdown(q->fd, SHUT_RDWR);
         busy |= q->queued;
-        if (!q->left) continue;
+        if (!q->left && !q->waits) continue;
         if (server.error.code) fail(&q->error, 500, "%s", server.error.text);
+        if (q->waits && can_answer(q) && server.moved - q->began > WAIT_SECONDS)
+            fail(&q->error, 503, "too many large requests came at once: try again");
         if (has_left(q)) fail(&q->error, CLIENT_LEFT, "the client has left");
+        if (q->waits && q->error.code) pthread_cond_signal(&q->wake);
         for (c = q->choice; c < q->choice + q->choices; c++) {
             if (!c->begun && c->stream.pages.n) observe(&server.queued, server.moved - q->since), c->begun = true;
             if (!c->finish && q->error.code) let_go(c);
@@ -217,9 +227,9 @@ static void give_up(int number) { _exit(DONE); }
 static void take_signal(int number) {
     static const char text[] = "infer: answers are being finished; a second signal ends at once\n";
     if (server.ends > 0) _exit(INTERRUPTED);
-    if (!server.ready) _exit(DONE);
-    server.ends = seconds() + given.drain;
-    alarm((unsigned)(given.drain + 2 * GRACE_SECONDS));
+    if (!server.ready || !given.drain) _exit(DONE);
+    server.ends = seconds() + given.drain - fmin(given.drain / 2.0, GRACE_SECONDS);
+    alarm((unsigned)given.drain);
     (void)!write(STDERR_FILENO, text, sizeof text - 1);
 }
 
@@ -299,7 +309,7 @@ static const Option serve_options[] = {
      .help = "requests to log on stderr, a line each: off, errors or all"},
     {0, "streams", "N", WHOLE, &given.streams, 1, MOST_STREAMS, "256", "answers at once"},
     {0, "queue", "N", WHOLE, &given.queue, 0, 1 << 16, "64", "answers that may wait beyond those"},
-    {0, "drain", "SECONDS", WHOLE, &given.drain, 0, 3600, "30", "how long answers may take to finish after SIGTERM"},
+    {0, "drain", "SECONDS", WHOLE, &given.drain, 0, 3600, "30", "seconds after SIGTERM to finish answers and end in"},
     {0, "ctx", "N", WHOLE, &given.context, 1, 1 << 24,
      .help = "tokens of context (as many as the model and the memory allow)"},
     {0, "cache", "N", WHOLE, &given.cache, 0, 1e9, "0",

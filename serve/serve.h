@@ -20,7 +20,7 @@
 #include <sys/queue.h>
 
 enum { MOST_BODY = 16 << 20, MOST_CHOICES = 128, MOST_STOPS = 64, MOST_STOP = 4096, MOST_TOP = 20 };
-enum { READ_SECONDS = 30, STALL_SECONDS = 60, CHECK_MS = 100, BEAT_MS = 5000, BOUNDS = 16 };
+enum { READ_SECONDS = 30, WAIT_SECONDS = 600, STALL_SECONDS = 60, CHECK_MS = 100, BEAT_MS = 5000, BOUNDS = 16 };
 enum { CLIENT_LEFT = 499, STATUSES = 600 }; /* as nginx counts it; only a client that ended its sending side sees it */
 
 typedef struct Request Request;
@@ -31,7 +31,12 @@ typedef struct Client { /* an address, or a key at an address; under the lock */
     int users;         /* its connections, or requests */
     int live, running; /* answers that have not ended; those of them that the scheduler has */
     size_t turn;       /* Server.turns when it last got one of those */
+    size_t part_turn;  /* and when it last got a part of a share */
 } Client;
+
+typedef struct { /* what requests take parts of, in turn; under the lock */
+    size_t taken, most;
+} Share;
 
 typedef struct { /* one of the answers to a request */
     Stream stream;
@@ -80,8 +85,10 @@ struct Request { /* a connection and its request */
     double began;             /* when its headers had arrived */
     unsigned status;          /* of the reply */
     Bytes body;
-    size_t held, *place; /* of Server.bodies; in which of Server.preparing and .preparing_large it counts, or NULL */
-    cJSON *json, *names; /* names: from a function's name as the model reads it to the client's; NULL: it has none */
+    size_t held, wants;   /* of Server.bodies; of the share it waits for */
+    Share *waits, *place; /* waits: for its part of this share. place: it is one of Server.preparing or
+                             .preparing_large. Or NULL */
+    cJSON *json, *names;  /* names: from a function's name as the model reads it to the client's; NULL: it has none */
     const char *code,
         *param;   /* of the error, or NULL; param: the field at fault if its message does not begin with it */
     double since; /* when it had arrived */
@@ -127,17 +134,17 @@ typedef struct {
     atomic_bool ready;       /* the model is loaded */
     _Atomic double ends;     /* after a signal: when answers that are not finished are given up; else 0 */
     pthread_mutex_t lock;
-    pthread_cond_t work, room; /* for the model's thread; for requests that wait in hold() */
+    pthread_cond_t work; /* for the model's thread */
     /* under the lock */
     TAILQ_HEAD(, Request) requests; /* of all connections */
     LIST_HEAD(, Client) clients;
     int connections;
-    size_t bodies;                     /* bytes reserved for large bodies */
-    size_t preparing, preparing_large; /* requests that are parsed and tokenised */
-    int live;                          /* choices that have not ended */
-    size_t turns;                      /* choices that the scheduler got so far */
-    Error error;                       /* why no more answers come */
-    double moved;                      /* when the model's thread was last between steps */
+    Share bodies;                     /* bytes reserved for large bodies */
+    Share preparing, preparing_large; /* requests that are parsed and tokenised */
+    int live;                         /* choices that have not ended */
+    size_t turns;                     /* choices that the scheduler got so far, and parts of shares that were given */
+    Error error;                      /* why no more answers come */
+    double moved;                     /* when the model's thread was last between steps */
     SchedulerState state;
     double usual; /* seconds from a request to the end of an answer, lately */
     Histogram to_first_token, per_token, to_end, queued;
@@ -167,7 +174,6 @@ void read_token(Choice *c, size_t position, int token, const float *logits, bool
 
 /* serve.c. The caller holds the lock, but for complete() and take_token(). */
 bool wait_on(pthread_cond_t *cond, int ms); /* was it signalled in time? */
-bool has_left(const Request *q);            /* has the client? */
 bool can_answer(Request *q);                /* may an answer begin? */
 bool has_place(Request *q, int choices);    /* is there room in the queue? */
 int retry_after(void);                      /* seconds until the answers that wait now have probably begun */
@@ -177,7 +183,8 @@ void take_token(Stream *t, size_t position, int token, const float *logits, bool
 
 /* http.c */
 bool prepare(Request *q, size_t bytes); /* waits until a request of this size may be parsed and tokenised */
-void prepared(Request *q);              /* it is; gives room to others */
+void prepared(Request *q);              /* it is: the next one may be */
+void free_body(Request *q);             /* and its part of Server.bodies */
 void end_request(Request *q);           /* frees all that it has */
 struct MHD_Daemon *start_daemon(void);  /* listens where --host and --port say, or ends the process */
 

@@ -79,7 +79,7 @@ def test_soak():
 
 
 def test_large_bodies_from_all_sides(folder):
-    """Each is 15 MB; together they stay below a gigabyte, and others are answered meanwhile."""
+    """Each is 15 MB; together they stay below a gigabyte, each gets its turn, and others are answered meanwhile."""
     n = 15 << 20
     model = copy_model(PARROT, folder, {"max_position_embeddings": 1 << 24})
     kinds = [b'{"prompt":"%s"}' % (b"abc " * (n // 4)), b'{"prompt":"%s"}' % (b"a" * n),
@@ -109,7 +109,7 @@ def test_large_bodies_from_all_sides(folder):
         print(f"{clients} bodies of 15 MB: {idle:.0f} MB before, {most:.0f} MB at most, {memory(s.process) / 1e6:.0f} MB after; "
               f"{ {x: seen.count(x) for x in set(seen)} }; the slowest small request {slowest:.1f} s")
         expect(most < 1000, f"{most:.0f} MB")
-        expect(set(seen) <= {400, 413, 503}, set(seen))
+        expect(set(seen) == {400, 413}, set(seen))
 
 
 # ---- SIGTERM in each state
@@ -148,7 +148,7 @@ RUNNING = {  # what clients have sent when the signal comes
 
 
 def test_sigterm_in_every_state(folder):
-    """It ends within the time for answers, two seconds for replies and two for threads, with the exit code 0."""
+    """It ends within --drain, with the exit code 0."""
     model, drain = copy_model(PARROT, folder, {"max_position_embeddings": 1 << 24}), 1
     took = {}
 
@@ -171,7 +171,7 @@ def test_sigterm_in_every_state(folder):
             s.process.send_signal(signal.SIGTERM)
             same(s.process.wait(patience(30)), 0, "exit code")
             took[name] = time.monotonic() - began
-            expect(took[name] < patience(drain + 4) / 5 + 1, f"{took[name]:.1f} s")
+            expect(took[name] < patience(drain) / 5 + 1, f"{took[name]:.1f} s")
             for w in writers:
                 w.join()
             for client in clients:

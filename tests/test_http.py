@@ -235,7 +235,7 @@ def test_metrics():
 
 def test_a_streams_status_is_that_of_its_end(folder):
     """A stream that the server gives up counts as the error that its last event has."""
-    with Server(PARROT, "--drain", 1, "--log", "all", program=PLAIN) as s:
+    with Server(PARROT, "--drain", 4, "--log", "all", program=PLAIN) as s:
         client = s.open_stream(TEXT, {**LONG, "prompt": [1] * 900, "n": 8})
         client.recv(300)
         s.process.send_signal(signal.SIGTERM)
@@ -369,8 +369,54 @@ def test_large_bodies():
         same(s.ask("GET", "/health"), {"status": "ok"})
 
 
-def asked_bytes(server, path, body):
-    c = http.client.HTTPConnection("127.0.0.1", server.port, timeout=patience(120))
+def half_sent(server, address="127.0.0.1", path=TEXT, headers=b""):
+    """A connection with the beginning of a body of 16 MB, too long to be read without a share of the memory for bodies."""
+    s = socket.create_connection(("127.0.0.1", server.port), timeout=patience(60), source_address=(address, 0))
+    s.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\n%sContent-Length: %d\r\n\r\n" % (path.encode(), headers, 16 << 20))
+    s.sendall(b" " * (1 << 17))
+    return s
+
+
+def test_large_bodies_take_turns():
+    """Four are read at once. The others wait unread, and the next is of a client that had none yet; those that leave are
+    forgotten. A reply that nobody reads holds up nobody."""
+    large = json.dumps({"prompt": "x " * (1 << 19)}).encode()
+    with Server(PARROT, "--log", "all", program=PLAIN) as s:
+        def tokenized(address):
+            return asked_bytes(s, "/tokenize", large, address)[0]
+        waiting = [half_sent(s) for _ in range(12)]
+        s.wait(lambda: s.metric("connections") == 13, "connected")
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(tokenized, "127.0.0.2")
+            s.wait(lambda: s.metric("connections") == 14, "connected")
+            s.post(TEXT, {"prompt": "a small one", "max_tokens": 1})
+            expect(not other.done(), "five bodies at once")
+            waiting.pop(0).close()
+            same(other.result(patience(15)), 200, "another client's")
+        for client in waiting:
+            client.close()
+        s.wait(lambda: s.metric("connections") == 1, "closed")
+        same(sum(" 499, " in line for line in s.lines), 12, "clients that left")
+        unread = [socket.create_connection(("127.0.0.1", s.port), timeout=patience(60)) for _ in range(3)]
+        for client in unread:
+            client.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(large), large))
+        same([tokenized("127.0.0.2") for _ in range(3)], [200] * 3)
+        for client in unread:
+            client.close()
+
+
+def test_a_body_that_nothing_reads():
+    """Of a preflight, and of a request that is refused."""
+    with Server(PARROT, "--cors", "http://a.example") as s:
+        body = "x" * (1 << 20)
+        same(asked(s, "OPTIONS", CHAT, body, Origin="http://a.example")[0], 200)
+        same(asked(s, "PUT", CHAT, body)[0], 405)
+        same(asked(s, "POST", "/nowhere", body)[0], 404)
+
+
+def asked_bytes(server, path, body, address=None):
+    c = http.client.HTTPConnection("127.0.0.1", server.port, timeout=patience(120),
+                                   source_address=(address, 0) if address else None)
     try:
         c.request("POST", path, body)
         r = c.getresponse()
