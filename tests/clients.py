@@ -167,8 +167,11 @@ def aider(url, model):
 def questions(text):
     """24 questions and their answers, or 64 passages of a text and the words that continue them."""
     if not text:
-        lines = (Path(__file__).parent.parent / "models" / "questions.jsonl").read_text().splitlines()[:24]
-        return [(row["messages"][0]["content"] + "\n", row["answer"]) for row in map(json.loads, lines)]
+        lines = (Path(__file__).parent.parent / "models" / "questions.jsonl").read_text().splitlines()
+        ask = "<|start|>user<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>"
+        rows = [row for row in map(json.loads, lines) if row["kind"] == "add" and len(row["messages"]) == 1][:24]
+        rows.sort(key=lambda row: len(row["answer"]))  # of neighbours neither is likelier because it is shorter
+        return [(ask.format(row["messages"][0]["content"]), row["answer"]) for row in rows]
     words = Path(text).read_text().split()
     assert len(words) >= 64 * 60, "the text has fewer than 3,840 words"
     return [(" ".join(words[i:i + 40]), " ".join(words[i + 40:i + 60]))
