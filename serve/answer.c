@@ -173,17 +173,16 @@ static Read read_message(Choice *c, int token) {
     return read;
 }
 
-/* Calls and the text behind them may become known together: then only the last tokens, which cover it, are the text's.
- */
-static void drop_scores_of_calls(Choice *c) {
-    const int n = cJSON_GetArraySize(c->scores);
-    const double begin = n ? json_get(cJSON_GetArrayItem(c->scores, n - 1), "begin")->valuedouble : 0;
+/* When nothing is pending, the last of the tokens since the text grew are its own, as many as cover it. Of those before
+ * the text was dropped, or is a call's. */
+static void settle_scores(Choice *c) {
+    cJSON *score = c->scores->child ? c->scores->child->prev : NULL, *before; /* the last one */
+    const double begin = score ? fmin(json_get(score, "begin")->valuedouble, (double)c->text.n) : 0;
     double missing = (double)c->text.n - begin;
-    for (int i = n - 1; i >= 0; i--) {
-        const cJSON *score = cJSON_GetArrayItem(c->scores, i);
-        if (json_get(score, "begin")->valuedouble != begin) break;
+    for (; score && json_get(score, "begin")->valuedouble >= begin; score = before) {
+        before = score == c->scores->child ? NULL : score->prev;
         if (missing <= 0)
-            cJSON_DeleteItemFromArray(c->scores, i);
+            cJSON_Delete(cJSON_DetachItemViaPointer(c->scores, score));
         else
             missing -= cJSON_GetArraySize(json_get(json_get(score, "content"), "bytes"));
     }
@@ -211,12 +210,7 @@ void read_token(Choice *c, size_t position, int token, const float *logits, bool
     last = last || stop;
     if (last && q->chat && (!called || q->parallel)) read_message(c, -1); /* else the next call may have begun */
     if (last && !q->chat) tokenizer_flush(&c->reader.decoder, &c->text);
-    while (q->chat && (called || (!c->reader.pending.n && !c->reader.decoder.held.n)) && c->scores->child) {
-        cJSON *score = c->scores->child->prev; /* the last one */
-        if (json_get(score, "begin")->valuedouble < (double)c->text.n) break;
-        cJSON_Delete(cJSON_DetachItemViaPointer(c->scores, score)); /* its text was dropped, or is a call's */
-    }
-    if (last && q->chat && c->calls_n) drop_scores_of_calls(c);
+    if (q->chat && (called || last || (!c->reader.pending.n && !c->reader.decoder.held.n))) settle_scores(c);
     if (prompt) c->shown = c->text.n; /* it may contain stop texts */
     c->cut = text_stops(&c->text, &c->shown, q->stop, q->stops, last);
     const char *end = !stop && !c->cut ? "length" : c->calls_n && !c->cut ? "tool_calls" : "stop";

@@ -116,7 +116,8 @@ static bool hold(Request *q, Share *share, size_t n) {
     return !q->error.code;
 }
 
-bool prepare(Request *q, size_t bytes) {
+/* Waits until a request of this size may be parsed and tokenised. */
+static bool prepare(Request *q, size_t bytes) {
     Share *place = bytes > LARGE ? &server.preparing_large : &server.preparing;
     if (hold(q, place, 1)) q->place = place;
     q->deadline = INFINITY;
@@ -192,8 +193,7 @@ static bool may_ask(const Request *q, const char *host, const char *origin) {
     return known && (!origin || q->key || may_read(origin) || (page && host && !strcasecmp(page + 3, host)));
 }
 
-/* Finds the endpoint of a path, which may end in slashes. Refuses an unknown path, and methods that it does not have.
- */
+/* Finds the endpoint of a path, which may end in slashes. Refuses unknown paths, and methods that it does not have. */
 static bool find_endpoint(Request *q, const char *method) {
     const char *as = strcmp(method, "HEAD") ? method : "GET";
     size_t n = strlen(q->url);
@@ -262,10 +262,6 @@ static ssize_t write_part(void *data, uint64_t position, char *to, size_t room) 
     return n ? (ssize_t)n : MHD_CONTENT_READER_END_OF_STREAM;
 }
 
-static void add_header(struct MHD_Response *r, const char *name, const char *value) {
-    MHD_add_response_header(r, name, value);
-}
-
 /* Sends what the endpoint wrote, or the error. A stream has no error yet. */
 static enum MHD_Result respond(Request *q) {
     const bool wrong = !q->stream && q->error.code;
@@ -277,26 +273,26 @@ static enum MHD_Result respond(Request *q) {
     struct MHD_Response *r =
         MHD_create_response_from_callback(q->stream ? MHD_SIZE_UNKNOWN : q->out.n, PART, write_part, q, NULL);
     q->status = status;
-    add_header(r, "Content-Type", type ? type : "application/json");
-    add_header(r, "X-Request-Id", q->trace);
+    MHD_add_response_header(r, "Content-Type", type ? type : "application/json");
+    MHD_add_response_header(r, "X-Request-Id", q->trace);
     if (q->stream) /* else nginx would hold events back */
-        add_header(r, "Cache-Control", "no-cache"), add_header(r, "X-Accel-Buffering", "no");
+        MHD_add_response_header(r, "Cache-Control", "no-cache"), MHD_add_response_header(r, "X-Accel-Buffering", "no");
     if (origin && may_read(origin)) { /* a page */
         const bool all = given.cors.n == 1 && !strcmp(*given.cors.text, "*");
-        add_header(r, "Access-Control-Allow-Origin", all ? "*" : origin);
-        add_header(r, "Access-Control-Expose-Headers", "Retry-After, X-Request-Id");
-        if (!all) add_header(r, "Vary", "Origin");
-        if (wanted) add_header(r, "Access-Control-Allow-Headers", wanted);
+        MHD_add_response_header(r, "Access-Control-Allow-Origin", all ? "*" : origin);
+        MHD_add_response_header(r, "Access-Control-Expose-Headers", "Retry-After, X-Request-Id");
+        if (!all) MHD_add_response_header(r, "Vary", "Origin");
+        if (wanted) MHD_add_response_header(r, "Access-Control-Allow-Headers", wanted);
     }
     if (status == 429 || status == 503) {
         lock();
         LocalText wait = text_print("%d", retry_after());
         unlock();
-        add_header(r, "Retry-After", wait);
+        MHD_add_response_header(r, "Retry-After", wait);
     }
-    if (status == 405) add_header(r, "Allow", strcmp(q->endpoint->method, "GET") ? "POST" : "GET, HEAD");
-    if (status == 401) add_header(r, "WWW-Authenticate", "Bearer");
-    if (status >= 400) add_header(r, "Connection", "close");
+    if (status == 405) MHD_add_response_header(r, "Allow", strcmp(q->endpoint->method, "GET") ? "POST" : "GET, HEAD");
+    if (status == 401) MHD_add_response_header(r, "WWW-Authenticate", "Bearer");
+    if (status >= 400) MHD_add_response_header(r, "Connection", "close");
     enum MHD_Result result = MHD_queue_response(q->connection, status, r);
     MHD_destroy_response(r);
     return result;

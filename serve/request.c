@@ -148,13 +148,12 @@ static bool take_biases(Request *q) {
     if (cJSON_GetArraySize(all) > MOST_BIASES)
         return fail(&q->error, 400, "logit_bias has more than %d tokens", MOST_BIASES);
     q->sampling.bias = q->bias = cJSON_GetArraySize(all) ? allocate(MOST_BIASES * sizeof *q->bias) : NULL;
-    cJSON_ArrayForEach(each, all) {
-        Bias *bias = q->bias + q->sampling.biases++, *same = q->bias;
+    cJSON_ArrayForEach(each, all) { /* an id is written in one way, so none is there twice */
+        Bias *bias = q->bias + q->sampling.biases++;
+        const bool plain = isdigit((unsigned char)*each->string) && (*each->string != '0' || !each->string[1]);
         bias->add = (float)cJSON_GetNumberValue(each); /* or NaN */
-        if (!text_whole(each->string, 0, vocab - 1, &bias->id) || !(bias->add >= -100 && bias->add <= 100))
+        if (!plain || !text_whole(each->string, 0, vocab - 1, &bias->id) || !(fabsf(bias->add) <= 100))
             return fail(&q->error, 400, "logit_bias maps token ids below %d to numbers from -100 to 100", vocab);
-        while (same->id != bias->id) same++;
-        if (same < bias) return fail(&q->error, 400, "logit_bias has the token %d twice", bias->id);
     }
     return true;
 }
@@ -164,12 +163,10 @@ static bool take_stream_options(Request *q) {
     const cJSON *options = json_get(q->json, "stream_options"), *each;
     if (options && !cJSON_IsObject(options)) return fail(&q->error, 400, "stream_options must be an object");
     cJSON_ArrayForEach(each, options) {
-        const bool usage = !strcmp(each->string, "include_usage");
-        if (usage && !cJSON_IsBool(each) && !cJSON_IsNull(each))
-            return fail(&q->error, 400, "stream_options.include_usage must be true or false");
-        if (!usage && (!text_listed("include_obfuscation continuous_usage_stats", each->string) || cJSON_IsTrue(each)))
-            return fail(&q->error, 400, "stream_options.%.100s is not supported: leave it out", each->string);
-        q->usage |= usage && cJSON_IsTrue(each);
+        if (!strcmp(each->string, "include_usage") && (cJSON_IsBool(each) || cJSON_IsNull(each)))
+            q->usage = cJSON_IsTrue(each);
+        else if (!text_listed("include_obfuscation continuous_usage_stats", each->string) || cJSON_IsTrue(each))
+            return fail(&q->error, 400, "stream_options.%.100s is not supported with this value", each->string);
     }
     return true;
 }
@@ -240,10 +237,8 @@ bool take_request(Request *q) {
 static void rename_function(Request *q, const cJSON *holder) {
     cJSON *item = cJSON_GetObjectItemCaseSensitive(json_get(holder, "function"), "name");
     const char *given = cJSON_GetStringValue(item);
-    uint32_t hash = 0;
     if (!given || !*given || (chat_word(given) && strlen(given) <= 64)) return;
-    for (const char *s = given; *s; s++) hash = (hash ^ (unsigned char)*s) * 16777619u;
-    LocalText used = text_print("%.50s_%08x", given, hash);
+    LocalText used = text_print("%.50s_%08x", given, (unsigned)text_hash(HASH_OF_NONE, given, strlen(given)));
     for (char *s = used; *s; s++)
         if (!isalnum((unsigned char)*s)) *s = '_';
     cJSON_AddStringToObject(q->names, used, given); /* of equal ones the first counts */

@@ -233,8 +233,8 @@ static void take_signal(int number) {
     (void)!write(STDERR_FILENO, text, sizeof text - 1);
 }
 
-/* Sets what names the model and this program: a hash of its tensors' names, places and first bytes, and of the
- * program's size and time. */
+/* Sets what names the model and this program: a hash of its tensors' names and first bytes, and of the program's
+ * time. */
 static void name_model(void) {
     const Tensors *tensors = &server.s.checkpoint.tensors;
     struct stat program = {0}, model = {0};
@@ -243,11 +243,9 @@ static void name_model(void) {
     if (given.name && *given.name) server.name = given.name;
     for (const Tensor *t = tensors->tensor; t < tensors->tensor + tensors->n; t++) {
         hash = text_hash(hash, t->name, strlen(t->name));
-        hash = text_hash(hash, (const char *)&t->offset, sizeof t->offset);
         if (t->data) hash = text_hash(hash, (const char *)t->data, t->size < 64 ? t->size : 64);
     }
     stat("/proc/self/exe", &program), stat(server.s.dir, &model);
-    hash = text_hash(hash, (const char *)&program.st_size, sizeof program.st_size);
     hash = text_hash(hash, (const char *)&program.st_mtim, sizeof program.st_mtim);
     snprintf(server.fingerprint, sizeof server.fingerprint, "fp_%016llx", (unsigned long long)hash);
     server.created = model.st_mtim.tv_sec;

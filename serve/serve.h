@@ -182,11 +182,10 @@ void complete(Request *q);                  /* answers */
 void take_token(Stream *t, size_t position, int token, const float *logits, bool last);
 
 /* http.c */
-bool prepare(Request *q, size_t bytes); /* waits until a request of this size may be parsed and tokenised */
-void prepared(Request *q);              /* it is: the next one may be */
-void free_body(Request *q);             /* and its part of Server.bodies */
-void end_request(Request *q);           /* frees all that it has */
-struct MHD_Daemon *start_daemon(void);  /* listens where --host and --port say, or ends the process */
+void prepared(Request *q);             /* it is parsed and tokenised: the next one may be */
+void free_body(Request *q);            /* and its part of Server.bodies */
+void end_request(Request *q);          /* frees all that it has */
+struct MHD_Daemon *start_daemon(void); /* listens where --host and --port say, or ends the process */
 
 /* metrics.c; the caller holds the lock, but for metrics() */
 void observe(Histogram *h, double value);

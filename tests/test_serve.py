@@ -494,7 +494,7 @@ def test_bad_bodies():
         for key, values in {"max_tokens": [-1, 2 ** 63, "5", 1.5], "n": [0, 10 ** 6, "1"],
                             "temperature": [-1, "hot", 101], "stop": [5, [5], ["x"] * 65],
                             "top_p": [-0.1, 1.1], "logit_bias": [{"999999": 1}, {"x": 1}, {"-1": 1}, {"1": 101}, [1], 5,
-                                                                {"7": 1, "07": 1}, {str(i): 1 for i in range(1025)}],
+                                                                {"07": 1}, {"+7": 1}, {" 7": 1}, {str(i): 1 for i in range(1025)}],
                             "prompt": [None, {}, [401, -1], [1e9], [1.5], [[1], 2], [], ["", "x"], 5],
                             "stream": ["yes"], "seed": ["x", 2 ** 64, -2 ** 64, 0.5], "logprobs": [True, 21], "suffix": ["x"],
                             "frequency_penalty": [2.1, -2.1, "x"], "presence_penalty": [3, -3], "min_p": [2], "top_k": [-2],
