@@ -124,23 +124,17 @@ static bool prepare(Request *q, size_t bytes) {
     return q->place;
 }
 
-static void give_back(Share *share, size_t n) {
-    lock();
-    share->taken -= n;
-    give(share);
-    unlock();
-}
-
-void prepared(Request *q) {
+void give_back(Request *q, bool memory) {
     if (q->place == &server.preparing_large) malloc_trim(0);
-    if (q->place) give_back(q->place, 1);
+    lock();
+    if (q->place) q->place->taken--, give(q->place);
     q->place = NULL;
-}
-
-void free_body(Request *q) {
-    bytes_free(&q->body);
-    if (q->held) give_back(&server.bodies, q->held);
-    q->held = 0;
+    if (memory) {
+        server.bodies.taken -= q->held;
+        q->held = 0;
+        give(&server.bodies);
+    }
+    unlock();
 }
 
 /* ---- may this be asked? ---- */
@@ -353,7 +347,7 @@ static void run_request(Request *q) {
     if (q->json && !cJSON_IsObject(q->json)) fail(&q->error, 400, "the body is not a JSON object");
     bytes_free(&q->body);
     if (!q->error.code && (!body || check_fields(q))) q->endpoint->run(q);
-    if (!q->error.code) prepared(q);
+    if (!q->error.code) give_back(q, false);
 }
 
 /* libmicrohttpd calls it when the headers are here, for each part of the body, and at its end. */
@@ -396,10 +390,10 @@ void end_request(Request *q) {
         ids_free(&c->stream.tokens);
         reader_free(&c->reader);
     }
-    bytes_free(&q->out);
+    bytes_free(&q->body), bytes_free(&q->out);
     cJSON_Delete(q->json), cJSON_Delete(q->names);
     free(q->choice), free(q->bias);
-    prepared(q), free_body(q);
+    give_back(q, true);
     memset(&q->endpoint, 0, sizeof *q - offsetof(Request, endpoint));
 }
 

@@ -24,7 +24,8 @@ Server server = {.lock = PTHREAD_MUTEX_INITIALIZER,
                  .preparing.most = 4,
                  .preparing_large.most = 1};
 
-bool wait_on(pthread_cond_t *cond, int ms) {
+/* Was it signalled in time? */
+static bool wait_on(pthread_cond_t *cond, int ms) {
     const double until = seconds() + ms / 1e3;
     const struct timespec at = {(time_t)until, (long)(fmod(until, 1) * 1e9)};
     return !pthread_cond_clockwait(cond, &server.lock, CLOCK_MONOTONIC, &at);
@@ -76,7 +77,7 @@ void complete(Request *q) {
     take_places(q, places);
     unlock();
     const bool made = places && make_choices(q);
-    if (made) prepared(q), free_body(q);
+    if (made) give_back(q, true);
     MHD_set_connection_option(q->connection, MHD_CONNECTION_OPTION_TIMEOUT, 0); /* now the client waits for us */
     lock();
     if (made) can_answer(q);

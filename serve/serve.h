@@ -173,17 +173,16 @@ void put_reply(Request *q, Choice *from, const Choice *to, bool usage); /* or an
 void read_token(Choice *c, size_t position, int token, const float *logits, bool last);
 
 /* serve.c. The caller holds the lock, but for complete() and take_token(). */
-bool wait_on(pthread_cond_t *cond, int ms); /* was it signalled in time? */
-bool can_answer(Request *q);                /* may an answer begin? */
-bool has_place(Request *q, int choices);    /* is there room in the queue? */
-int retry_after(void);                      /* seconds until the answers that wait now have probably begun */
-void wait_for_answers(Request *q);          /* for events, or a whole reply */
-void complete(Request *q);                  /* answers */
+bool can_answer(Request *q);             /* may an answer begin? */
+bool has_place(Request *q, int choices); /* is there room in the queue? */
+int retry_after(void);                   /* seconds until the answers that wait now have probably begun */
+void wait_for_answers(Request *q);       /* for events, or a whole reply */
+void complete(Request *q);               /* answers */
 void take_token(Stream *t, size_t position, int token, const float *logits, bool last);
 
 /* http.c */
-void prepared(Request *q);             /* it is parsed and tokenised: the next one may be */
-void free_body(Request *q);            /* and its part of Server.bodies */
+/* Gives back its place, where it was parsed and tokenised, and, if nothing as large as its body is left, the memory. */
+void give_back(Request *q, bool memory);
 void end_request(Request *q);          /* frees all that it has */
 struct MHD_Daemon *start_daemon(void); /* listens where --host and --port say, or ends the process */
 
