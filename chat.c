@@ -470,6 +470,7 @@ static void read_header(Reader *r, bool complete) {
         if (mark == CHANNEL) text.n = 0; /* what precedes the channel is no content */
         if (to) {
             field = &m->recipient;
+            if (!complete) n = strspn(s, name_bytes);
         } else if (mark) {
             size_t known = mark == CHANNEL ? channel : type;
             field = mark == CHANNEL ? &m->channel : &m->content_type;

@@ -696,6 +696,7 @@ STREAMS = [  # what, the text of the tokens, the messages, whether something had
      [FINAL_HI, {"role": "user", "content": "Go on"}], False),
     ("a tool's result", "<|start|>functions.f to=assistant<|channel|>commentary<|message|>7<|end|>",
      [{"role": "tool", "name": "functions.f", "channel": "commentary", "recipient": "assistant", "content": "7"}], False),
+    ("arguments that touch the name", '<|channel|>commentary to=functions.f{"a": 1}<|call|>', [message('{"a": 1}', **CALL)], True),
     ("a call without message token", "<|channel|>commentary to=functions.f <|constrain|>json{}<|call|>",
      [message("{}", **CALL, content_type="<|constrain|>json")], True),
 ]
