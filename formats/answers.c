@@ -13,9 +13,9 @@ enum { PATTERNS = 4, QUOTES = 4, ROWS = 19, MARKS = 4 };
 
 /* ---- the table ---- */
 
-/* In a pattern white space stands for any or none. %n: the function's name. %a: its arguments, {...} or (...). %o: an
- * object with both. %p: any number of `pair`, in which %k is the argument's name and %v its value, a text of its type,
- * without line breaks around it where the pattern has them. %i: any text. Each text ends where the pattern goes on. */
+/* In a pattern white space stands for any or none. %n: the function's name. %a: its arguments. %o: an object with both.
+ * %p: any number of `pair`, in which %k is the argument's name and %v its value, a text of its type, without line
+ * breaks around it where the pattern has them. %i: any text. Each text ends where the pattern goes on. */
 typedef struct {
     const char *name;
     const char *open, *close;   /* around calls. No open: one begins an answer. No close: they end with the answer */
@@ -216,8 +216,17 @@ static bool take_object(Scan *p) {
     bytes_text(&p->name, name);
     if (cJSON_IsString(arguments)) bytes_text(&p->arguments, arguments->valuestring);
     if (!cJSON_IsString(arguments) && arguments) json_written(&p->arguments, arguments);
-    if (!arguments) bytes_text(&p->arguments, "{}");
+    if (!p->arguments.n) bytes_text(&p->arguments, "{}");
     return true;
+}
+
+/* {...} or (...). A function without arguments has {}: the model writes null, or nothing between two marks. */
+static bool take_arguments(Scan *p, const char *rest) {
+    Bytes text;
+    if (p->s < p->end && strchr("{(", *p->s)) return put_value(p, 0, &p->arguments);
+    const bool marked = strchr(">]\n", rest[-3]); /* what stands in front of %a */
+    if (!take(p, "null") && !(marked && take_until(p, rest, &text) && !text.n)) return false;
+    return bytes_text(&p->arguments, "{}"), true;
 }
 
 static bool match(Scan *p, const char *pattern);
@@ -236,7 +245,7 @@ static bool take_part(Scan *p, char kind, const char *rest, bool lines) {
     Bytes text;
     if (kind != 'v') peek(p);
     if (kind == 'n') return take_name(p, rest[strspn(rest, " \n")]);
-    if (kind == 'a') return p->s < p->end && strchr("{(", *p->s) && put_value(p, 0, &p->arguments);
+    if (kind == 'a') return take_arguments(p, rest);
     if (kind == 'o') return take_object(p);
     if (kind == 'p') return take_pairs(p);
     if (!take_until(p, rest, &text)) return false;

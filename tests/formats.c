@@ -274,6 +274,24 @@ static const struct {
      "\"l\": [\"x\"]}\nC get_time {}"},
     {"pythonic", "[1, 2] and [f(x)]", "A [1, 2] and [f(x)]"},
     {"pythonic", "[f(1)]", "A [f(1)]"},
+    /* without arguments */
+    {"Hermes", "<tool_call>\n{\"name\": \"f\", \"arguments\": \"\"}\n</tool_call>", "C f {}"},
+    {"DeepSeek V3.1",
+     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜><｜tool▁call▁end｜><｜tool▁calls▁end｜>", "C f {}"},
+    {"DeepSeek",
+     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n\n```<｜tool▁call▁end｜><"
+     "｜tool▁calls▁end｜>",
+     "C f {}"},
+    {"Kimi",
+     "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|><|tool_call_end|><|tool_"
+     "calls_section_end|>",
+     "C f {}"},
+    {"Mistral, named", "[TOOL_CALLS]get_time[ARGS][TOOL_CALLS]f[ARGS]", "C get_time {}\nC f {}"},
+    {"Mistral, named", "[TOOL_CALLS]f[ARGS]{\"days\": ", "A f[ARGS]{\"days\":"},
+    {"Mistral, named", "[TOOL_CALLS]f", "A f"},
+    {"Llama 3", "{\"name\": \"f\", \"parameters\": null}", "C f {}"},
+    {"Llama 3", "{\"name\": \"f\", \"parameters\": }", "A {\"name\": \"f\", \"parameters\": }"},
+    {"pythonic", "[f]", "A [f]"},
 };
 
 /* Appends the messages as `written` has them. */
