@@ -11,7 +11,9 @@
 void adjust(float *logits, int vocab, const Sampling *how, const int *text, int n, const uint32_t *allowed);
 int draw(float *logits, int vocab, const Sampling *how, int position);
 
-/* Round to bf16 exactly where infer.cu does. Off by default: then nothing is rounded but to float between stages. */
+/* Round to bf16 what infer.cu rounds: the x of products, queries, keys and values. Not the weights, of which encodings/
+ * rounds offsets, and in steps of many tokens fast/ each. Off by default: then nothing is rounded but to float between
+ * stages. */
 extern bool reference_rounds;
 
 /* Decodes every row of a model: the twin does so when it opens one whose progress somebody watches. For fuzzers. */
