@@ -787,7 +787,7 @@ static void check_room(void) {
 }
 
 /* Fetches the listed files. For a model that infer cannot run, it ends the process after config.json. */
-static void fetch_listed(bool (*runs)(const char *, Error *)) {
+static void fetch_listed(void) {
     pthread_t thread[MAX_JOBS];
     int n = 0;
     LocalText what = text_print("%s at %.12s: %d files, %s", hub.name, hub.commit, hub.files, SIZE(hub.total));
@@ -796,7 +796,7 @@ static void fetch_listed(bool (*runs)(const char *, Error *)) {
     if (wants_default() && !strcmp(hub.file->name, "config.json")) {
         fetch(hub.file + hub.next++);
         Error why;
-        if (!runs(hub.snapshot, &why))
+        if (!model_runs(hub.snapshot, &why))
             give_up(BAD_MODEL, "%s cannot run here: %s; --all fetches it anyway", hub.name, why.text);
     }
     for (int rest = hub.files - hub.next; n < given.jobs && n < rest; n++)
@@ -807,7 +807,7 @@ static void fetch_listed(bool (*runs)(const char *, Error *)) {
 }
 
 /* Fetches into hub.snapshot what is missing of a repository. */
-static void fetch_repository(const char *repository, bool (*runs)(const char *, Error *)) {
+static void fetch_repository(const char *repository) {
     LocalBytes known = {0}; /* the commit that the revision named last */
     if (!hub_open(repository)) end();
     LocalText ref = text_print("%s/refs/%s", hub.folder, hub.revision);
@@ -828,7 +828,7 @@ static void fetch_repository(const char *repository, bool (*runs)(const char *, 
         return;
     }
     hub.max_tries = MAX_TRIES;
-    fetch_listed(runs);
+    fetch_listed();
     if (!fixed && strcmp(known.data, hub.commit)) {
         int fd = open_file(ref);
         errno = ENOSPC; /* as in on_body() */
@@ -837,9 +837,9 @@ static void fetch_repository(const char *repository, bool (*runs)(const char *, 
     }
 }
 
-const char *hub_fetch(const char *repository, bool (*runs)(const char *, Error *)) {
+const char *hub_fetch(const char *repository) {
     if (!given.jobs) given.jobs = JOBS;
-    fetch_repository(repository, runs);
+    fetch_repository(repository);
     pthread_cancel(hub.watch);
     pthread_join(hub.watch, NULL);
     pthread_sigmask(SIG_UNBLOCK, &hub.interrupt, NULL);

@@ -293,8 +293,8 @@ bool hub_repository(const char *name); /* may it be an ORG/NAME at the hub? */
 /* Bytes free for the cache, and the nearest folder that is there, its own or one above; free it. */
 uint64_t hub_room(char **folder);
 /* Downloads what is missing of ORG/NAME[@REVISION] and returns the path of its folder. Ends the process if that fails,
- * or, after config.json, if `runs` says that infer cannot run it (unless --all is given). */
-const char *hub_fetch(const char *repository, bool (*runs)(const char *path, Error *e));
+ * or, after config.json, if infer cannot run it (unless --all is given). */
+const char *hub_fetch(const char *repository);
 extern const Option download_options[];
 /* Asks the hub which files of ORG/NAME[@REVISION] infer reads, and returns how many of their bytes are not here. Then
  * hub_head() fetches the first n bytes of one, or all if it has fewer, and returns its size; 0: there is no such file.

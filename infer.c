@@ -1083,7 +1083,7 @@ static char *get_model(const char *argument, Error *e) {
     if (here || !terminal || !strchr(argument, '/') || !hub_repository(argument)) return path;
     if (terminal->ask(question) != 'y') return path;
     free(path);
-    return text_print("%s", hub_fetch(argument, model_runs));
+    return text_print("%s", hub_fetch(argument));
 }
 
 /* Opens config and weights if they are needed, and always a container's files that hold the tokenizer. */
@@ -1172,6 +1172,10 @@ typedef struct {
 volatile sig_atomic_t interrupted;
 
 static void on_interrupt(int number) { interrupted = number; }
+
+static void catch_interrupt(int flags) {
+    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt, .sa_flags = flags}, NULL);
+}
 
 static void show(Answer *a, Part part, const char *text, size_t n) {
     static const char *const label[] = {"thinking: ", "Assistant: ", "Assistant: ", "tool call: "};
@@ -1387,25 +1391,21 @@ static bool read_prompt(Play *p, Bytes *text, Error *e) {
     return check_text("the prompt", text->data, text->n, e);
 }
 
-/* The loop without terminal/: a line is a question. Ctrl+C at the prompt clears it: it ends the wait for a line, also
- * if it comes just before that. */
+/* The loop without terminal/: a line is a question. Ctrl+C at the prompt clears it. */
 static int plain_loop(Play *p) {
     LOCAL(text_free) char *line = NULL;
     size_t room = 0;
-    sigset_t interrupt, before;
-    sigemptyset(&interrupt);
-    sigaddset(&interrupt, SIGINT);
     for (Error e;;) {
-        sigprocmask(SIG_BLOCK, &interrupt, &before);
         interrupted = 0;
         printf("You: ");
         fflush(stdout);
-        ppoll(&(struct pollfd){STDIN_FILENO, POLLIN, 0}, 1, NULL, &before);
-        sigprocmask(SIG_SETMASK, &before, NULL);
-        ssize_t n = interrupted ? 0 : getline(&line, &room, stdin);
-        if (n <= 0) puts("");
-        if (n < 0) return DONE;
-        if (n == 0) continue;
+        catch_interrupt(0); /* it ends the wait for a line */
+        ssize_t n = getline(&line, &room, stdin);
+        catch_interrupt(SA_RESTART);
+        if (n < 0) puts("");
+        if (n < 0 && !interrupted) return DONE;
+        clearerr(stdin);
+        if (n < 0) continue;
         n -= line[n - 1] == '\n';
         if (!check_text("the text", line, (size_t)n, &e)) {
             put_text(stderr, RED, "", e.text);
@@ -1444,7 +1444,7 @@ static int run_play(const char *model) {
     if (!read_prompt(&p, &prompt, &e) || !open_play(&p, model, &e)) die(&e);
     bool blank = !p.loop && p.chat && strspn(prompt.data, " \t\r\n") == prompt.n;
     if (blank) fail(&e, USAGE, "the prompt is empty"), die(&e);
-    sigaction(SIGINT, &(struct sigaction){.sa_handler = on_interrupt, .sa_flags = SA_RESTART}, NULL);
+    catch_interrupt(SA_RESTART);
     if (!p.loop) conversation_add(&p.talk, "user", NULL, prompt.data, prompt.n);
     if (!p.loop) return converse(&p);
     return terminal ? terminal->loop(&p) : plain_loop(&p);
@@ -1703,7 +1703,7 @@ const Command logits = {"logits",
 /* ---- download ---- */
 
 static int run_download(const char *repository) {
-    const char *folder = hub_fetch(repository, model_runs);
+    const char *folder = hub_fetch(repository);
     Error e;
     puts(folder);
     if (model_entry(folder).complete && model_runs(folder, &e))
