@@ -58,7 +58,7 @@ say = $(if $(V),,@echo "$(1)";)
 # objects of a build below build/, by its name and sources
 objects = $(patsubst %.c,$(BUILD)/$(1)/%.o,$(2))
 
-all: $(HERE)infer ## ./infer, which needs the CUDA toolkit and an NVIDIA GPU; plain `make` does it
+all: $(HERE)infer ## ./infer, which needs the CUDA toolkit and an NVIDIA GPU
 
 $(HERE)infer: $(call objects,cuda,$(SOURCES)) $(BUILD)/cuda/infer.cu.o $(BUILD)/cuda/card.cu.o
 	$(call say,link $@)$(NVCC) $(ARCHES) $^ -o $@ $(LIBS) $(BLAS)
@@ -72,7 +72,7 @@ $(BUILD)/cuda/%.cu.o: %.cu Makefile $(BUILD)/rooms.txt
 	@mkdir -p $(@D)
 	$(call say,nvcc $< for $(strip $(CUDA_ARCH)): minutes)$(NVCC) -std=c++17 -O3 -g -lineinfo --threads 0 $(ARCHES) -DCUDA_ARCHES='"$(strip $(CUDA_ARCH))"' -I. $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS)) -MMD -MP -c $< -o $@
 
-test-gpu: $(BUILD)/cuda/gpu $(HERE)infer ## the tests that need a GPU; where there is one, make test runs them too
+test-gpu: $(BUILD)/cuda/gpu $(HERE)infer ## the tests that need a GPU; make test runs them if it is there
 	$(BUILD)/cuda/gpu
 	python3 tests/run.py $(if $(HERE),--core) --gpu real.
 
@@ -125,7 +125,7 @@ $(BUILD)/reference/%.o: %.c Makefile $(BUILD)/rooms.txt
 
 $(foreach b,cuda reference asan emulated,$(BUILD)/$(b)/serve/http.o): $(wildcard serve/page.html)
 
-asan: $(BUILD)/asan/infer-reference $(BUILD)/asan/unit ## the twin and the unit tests with sanitizers, below $(BUILD)/asan
+asan: $(BUILD)/asan/infer-reference $(BUILD)/asan/unit ## the twin and the unit tests with sanitizers
 
 $(BUILD)/asan/infer-reference: $(call objects,asan,$(REFERENCE))
 	$(call say,link $@)$(CC) $(SANITIZE) $^ -o $@ $(LIBS)
@@ -143,7 +143,7 @@ GPU = $(shell nvidia-smi -L 2>/dev/null)
 # Without a GPU its tests run emulated. That needs g++, CUDA's headers, and x86-64: the switch of fibers is assembly.
 EMULATED = $(and $(if $(GPU),,yes),$(filter x86_64,$(shell uname -m)),$(shell command -v $(CXX)),\
                  $(wildcard $(CUDA_HOME)/include/cublasLt.h),$(wildcard $(CUDA_HOME)/include/crt/host_defines.h))
-test: ## builds and runs the tests; TESTS='...' are arguments of tests/run.py
+test: ## builds and runs the tests; TESTS='...': for tests/run.py
 	@python3 tests/run.py $(if $(HERE),--core) $(if $(GPU),--gpu) $(if $(EMULATED),--emulated) $(TESTS)
 
 fuzz: $(patsubst tests/fuzz_%.c,$(BUILD)/fuzz/%,$(wildcard tests/fuzz_*.c)) ## each fuzzer for a minute (needs clang)
@@ -153,7 +153,7 @@ $(BUILD)/fuzz/%: tests/fuzz_%.c $(REFERENCE) $(wildcard *.h tests/*.h serve/*.h 
 	@mkdir -p $(@D)
 	$(call say,clang $<)clang $(filter-out -MMD -MP,$(FLAGS)) -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $(filter %.c,$^) -o $@ $(LIBS)
 
-verify: ## MODEL=DIR: does this engine continue seven prompts as OpenAI's own code does?
+verify: ## MODEL=DIR: are prompts continued as by OpenAI's code?
 	$(if $(MODEL),,$(error make verify MODEL=DIR: where are the weights of gpt-oss-20b?))
 	$(MAKE) $(if $(GPU),infer,reference)
 	python3 tests/verify.py $(if $(GPU),./infer,./infer-reference) $(MODEL)
@@ -180,7 +180,7 @@ notebooks: reference lesson-packages ## executes the notebooks, below build/note
 
 STYLE = body{max-width:60em;margin:2em auto;padding:0 1em;font:16px/1.5 sans-serif} td,th{padding:.2em .7em;text-align:left} \
         pre,code{background:\#f3f6f9} pre{padding:.7em;overflow-x:auto} table{border-collapse:collapse} tr{border-bottom:1px solid \#ccd4dc}
-docs: lesson-packages ## renders README and the notebooks as they are committed, below build/docs
+docs: lesson-packages ## renders README and the notebooks, below build/docs
 	@mkdir -p build/docs/notebooks
 	python3 notebooks/block.py >build/docs/notebooks/block.svg
 	{ echo '<!doctype html><meta charset="utf-8"><title>infer</title><style>$(STYLE)</style>'; \
@@ -196,7 +196,7 @@ MAX_LINES   = 23719
 MAX_ENTRIES = 36
 count: ## lines of each file
 	@wc -l $(COUNTED) | sort -n
-budget: ## do the sources keep the rules of size: the rings, columns of a line, lines of a function?
+budget: ## do the sources keep the rules of size?
 	@ring() { lines=$$(cat $$3 | wc -l); echo "$$1: $$lines lines of $$2"; [ $$lines -le $$2 ] || { \
 	    echo "$$((lines - $$2)) lines too many: something has to go"; exit 1; } }; \
 	    ring "a learner's path" $(MAX_LEARNER) "$(LEARNER)" && ring "the core, $(words $(ROOT)) sources" $(MAX_ROOT) "$(ROOT)" && \
@@ -212,7 +212,7 @@ budget: ## do the sources keep the rules of size: the rings, columns of a line, 
 # The rest of the tree without one room, in build/rooms: it must build and pass its quick tests. The card's part of the
 # program differs only without a room that has one: then it is built with nvcc, too, and its kernels run.
 AWAY = $(sort $(ROOMS) fast)
-rooms: ## takes each room away in turn, builds the rest and runs its quick tests (half an hour); AWAY=ROOM: only this one
+rooms: ## tests without each room in turn, half an hour; AWAY=ROOM: one
 	@for room in $(AWAY); do \
 	    echo "== without $$room/"; rm -rf build/rooms; mkdir -p build/rooms; kernels=; \
 	    git ls-files | grep -v "^$$room/" | tar c -T - | tar x -C build/rooms || exit 1; \

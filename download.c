@@ -767,7 +767,8 @@ static bool hub_open(const char *repository) {
     if (!hub_repository(hub.name))
         return fail(&error, USAGE, "'%.200s' is no repository at %s: ORG/NAME is needed", repository, hub.endpoint);
     hub.cache = hub_cache(), hub.folder = hub_folder(hub.name);
-    return name_valid(hub.revision) || fail(&error, USAGE, "'%.100s' is no revision", hub.revision);
+    return name_valid(hub.revision) ||
+           fail(&error, USAGE, "'%.100s' is no revision: a branch, a tag or a commit stands behind @", hub.revision);
 }
 
 /* Ends the process if the disk has no room for what is missing. */

@@ -981,7 +981,7 @@ static const char *output_file; /* what stdout goes to; NULL: it is as it was */
 
 bool output_open(const char *path, Error *e) {
     output_file = path;
-    return freopen(path, "wb", stdout) || fail(e, FAILED, "%s: %m", path);
+    return freopen(path, "wb", stdout) || fail(e, FAILED, "%s: %m; choose another name", path);
 }
 
 bool put_escape(FILE *f, const char *escape) {
@@ -1427,6 +1427,8 @@ static bool open_play(Play *p, const char *model, Error *e) {
     if (given.system) conversation_set(&p->talk.instructions, given.system);
     if (given.effort) conversation_set(&p->talk.effort, given.effort);
     if (given.date) conversation_set(&p->talk.date, strcmp(given.date, "none") ? given.date : NULL);
+    Stream any = {0}; /* what is wrong with a schema is said before loading takes its time */
+    if (given.schema && !keeping->keep_file(given.schema, &p->m, p->chat ? &p->talk : NULL, &any, e)) return false;
     if (!session_load(&p->m, (Limits){0}, given.context, e)) return false;
     uint64_t bytes = step_bytes(p->m.engine.model, p->m.engine.model->top_k, 1, 0);
     double flat = backend->flat_read(p->m.engine.state, bytes);
@@ -1534,13 +1536,11 @@ static int run_detokenize(const char *model) {
 }
 
 static int run_render(const char *model) {
+    static const char example[] = "{\"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}]}";
     LOCAL(conversation_free) Conversation conversation = {0};
     filter_open(model, NEED_CHAT);
     LocalJson json = json_parse(filter.in.data, filter.in.n, "stdin", &filter.e);
-    if (!json)
-        fail(&filter.e, USAGE, "%s; needed is {\"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}]} or the like",
-             filter.e.text),
-            die(&filter.e);
+    if (!json) fail(&filter.e, USAGE, "%s; needed is %s or the like", filter.e.text, example), die(&filter.e);
     const cJSON *prompt = json_get(json, "add_generation_prompt");
     conversation_init(&conversation);
     if (!conversation_parse(&conversation, json, &filter.e) ||
@@ -1677,8 +1677,8 @@ static int run_logits(const char *model) {
     if (!session_text(s, model, &ids, &e)) die(&e);
     if (logit.tap && mkdir(logit.tap, 0777)) fail(&e, FAILED, "%s: %m; choose another name", logit.tap), die(&e);
     if (logit.tap) s->tap = tap_to_file;
-    if (!session_load(s, (Limits){0}, 0, &e)) die(&e);
     if (logit.output && !output_open(logit.output, &e)) die(&e);
+    if (!session_load(s, (Limits){0}, 0, &e)) die(&e);
     const size_t from = logit.all ? 1 : ids.n;
     if (!logit.output && isatty(STDOUT_FILENO)) puts("     id      logit        p  text");
     if (logit.output) put_npy_header(stdout, ids.n + 1 - from, s->engine.model->vocab);

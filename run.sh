@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The first command: installs what is missing, builds, plays.
-#   ./run.sh                 plays models/tiny; without a terminal asks it one question, so that a script may go on
-#   ./run.sh play [...]      asks which model, or takes arguments of `infer play`
-#   ./run.sh download [...]  fetches a model from the hub (openai/gpt-oss-20b), arguments of `infer download`
+#   ./run.sh                 plays models/tiny; in a script asks one question
+#   ./run.sh play [...]      asks which model, or arguments of `infer play`
+#   ./run.sh download [...]  fetches openai/gpt-oss-20b, or another ORG/NAME
 #   ./run.sh bench [...]     measures speed, arguments of `infer bench`
-#   ./run.sh test [...]      runs the tests; --fetch gets published files and models for some, WORD... chooses by name
+#   ./run.sh test [...]      runs the tests, or those named; --fetch gets files
 set -euo pipefail
 cd "$(dirname "$0")"
 

@@ -229,11 +229,11 @@ static void *run_client(void *nothing) {
         curl_easy_getinfo(easy, CURLINFO_RESPONSE_CODE, &status);
         pthread_mutex_lock(&load.lock);
         if (code)
-            fail(&e, NO_NETWORK, "%s: %s", load.url, curl_easy_strerror(code));
+            fail(&e, NO_NETWORK, "%s: %s: is a server there?", load.url, curl_easy_strerror(code));
         else if (status != 200 || !r.last)
             fail(&e, status == 401 ? NO_NETWORK : FAILED, "%s: status %ld and no text%s: %.300s", load.url, status,
                  status == 401 ? " (a key is read from OPENAI_API_KEY)" : "", r.line.n ? r.line.data : "");
-        if (e.code) fprintf(stderr, "infer: %s\n", e.text), _exit(e.code); /* other threads still use libraries */
+        if (e.code) put_text(stderr, NULL, "infer: ", e.text), _exit(e.code); /* other threads still use libraries */
         load.tokens += (double)r.tokens;
         pthread_mutex_unlock(&load.lock);
         bytes_free(&r.line);

@@ -138,8 +138,8 @@ static int run_explain(const char *model) {
         x.cells = (m->n_experts - 1) / (2 * x.shared) + 1;
         x.s.tap = keep_experts, x.s.tap_data = &x;
     }
-    if (!session_load(&x.s, (Limits){0}, 0, &e)) die(&e);
     if (x.html && !output_open(output, &e)) die(&e);
+    if (!session_load(&x.s, (Limits){0}, 0, &e)) die(&e);
     if (x.html || isatty(STDOUT_FILENO)) put_legend(&x, &ids);
     if (!scheduler_score(x.s.scheduler, ids.data, ids.n, 1, take_token, &x, &e)) die(&e);
     return DONE;
