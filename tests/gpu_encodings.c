@@ -179,7 +179,7 @@ static void weights_take_what_is_said(void) {
 }
 
 /* A published model (tests/real_models.py): the reference against transformers' largest logits, and the GPU at every
- * stage against the reference. */
+ * stage against the reference; emulated, only the first tokens in one chunk. */
 static void real_model_passes(const char *name) {
     Error e;
     Checkpoint c;
@@ -192,7 +192,7 @@ static void real_model_passes(const char *name) {
     const cJSON *row = all ? all->child : NULL;
     while (row && !json_is(row, "name", name)) row = row->next;
     must(checkpoint_open(&c, path, &e), &e);
-    const int n = cJSON_GetArraySize(json_get(row, "norms"));
+    const int n = EMULATED ? 24 : cJSON_GetArraySize(json_get(row, "norms"));
     float *ids = numbers(json_get(row, "ids"), cJSON_GetArraySize(json_get(row, "ids")));
     int *text = allocate((size_t)n * sizeof *text);
     for (int i = 0; i < n; i++) text[i] = (int)ids[i];
@@ -209,7 +209,7 @@ static void real_model_passes(const char *name) {
     }
     check(n > 0 && sqrt(difference / size) < 1e-4, "the reference is %.2g off", sqrt(difference / size));
     Costs costs = rounding_costs(&c.model, &golden, text, (size_t)n);
-    chunks_pass(name, &c.model, &costs, &golden, text, (size_t)n, 3, (size_t[]){0, 16, 1});
+    chunks_pass(name, &c.model, &costs, &golden, text, (size_t)n, EMULATED ? 1 : 3, (size_t[]){0, 16, 1});
     free(ids), free(text);
     trace_free(&golden);
     checkpoint_close(&c);
@@ -220,7 +220,6 @@ static void qwen_coder_0_5b(void) { real_model_passes("Qwen2.5-Coder-0.5B-Instru
 static void qwen_coder_1_5b(void) { real_model_passes("Qwen2.5-Coder-1.5B-Instruct"); }
 
 static void encodings_long(void) {
-    run("gpu: SmolLM2-135M at every stage", smollm2_135m);
     run("gpu: Gemma 3 270M at every stage", gemma_3_270m);
     run("gpu: Qwen2.5-Coder-0.5B at every stage", qwen_coder_0_5b);
     run("gpu: Qwen2.5-Coder-1.5B at every stage", qwen_coder_1_5b);
@@ -238,4 +237,5 @@ static void encodings_tests(void) {
     run("gpu: rows of codes that end inside a word", rows_may_end_inside_words);
     run("gpu: blocks of one weight", constant_blocks_pass);
     run("gpu: weights take as much memory as is said", weights_take_what_is_said);
+    run("gpu: SmolLM2-135M at every stage", smollm2_135m);
 }

@@ -61,7 +61,7 @@ COSTS = {"serve.alone_equals_under_load": 70, "tiny.questions_that_were_held_out
          "sanitized unit: every family alone = in a batch = in chunks = rewound": 16, "hub.reset_at_every_byte": 16,
          "emulated gpu: fixtures at every stage, in chunks of 1 to all": 19,
          "emulated gpu: fixtures at every stage, in chunks of 1 to all, plain": 19,
-         "real.smollm2_135m": 15,
+         "emulated gpu: SmolLM2-135M at every stage": 17, "real.smollm2_135m": 15,
          "json.random_schemas_by_tokens_of_families": 15, "emulated gpu: every type of GGUF": 14,
          "prompt.a_megabyte_of_one_character": 13, "play.interrupted_prompt": 12,
          "play.conversations_in_a_terminal": 12, "emulated gpu: the real router and experts, 40 tokens": 11,
