@@ -28,6 +28,7 @@ CORE = "--core" in sys.argv                                   # the build withou
 BUILD = TESTS.parent / "build" / "core" if CORE else TESTS.parent / "build"
 PLAIN = (BUILD if CORE else TESTS.parent) / "infer-reference"         # fast enough for limits of time
 # With sanitizers; the core's sources run with them in the build with rooms, and in the unit tests.
+LONG = "--long" in sys.argv                                    # more of the same
 CHECKED = PLAIN if CORE or "--quick" in sys.argv else BUILD / "asan" / "infer-reference"
 DATE = "2025-06-28"                                            # of the parrot's conversations
 SANITIZER = re.compile(r"(?:ERROR|WARNING): \w+Sanitizer[^\n]*|runtime error:[^\n]*")

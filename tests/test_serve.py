@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from test_chat import LOOKS_LIKE_CALLS, folder_of, speaker
 
-from helpers import (CHECKED, DATE, PARROT, PLAIN, TESTS, Skip, check_sanitizers, copy_model, each, expect, has, infer, needs,
+from helpers import (CHECKED, DATE, LONG, PARROT, PLAIN, TESTS, Skip, check_sanitizers, copy_model, each, expect, has, infer, needs,
                      patience, read_safetensors, refused, safetensors, same, start, until)
 
 NEEDS = ("serve",)  # rooms
@@ -170,8 +170,8 @@ def answers_of(server, asked, at_once):
 
 
 def test_alone_equals_under_load():
-    """1,000 of 1,000, bit by bit (logprobs are printed with all their digits), also where pages run out."""
-    asked = requests(1000)
+    """All 200 (--long: 1,000), bit by bit (logprobs are printed with all their digits), also where pages run out."""
+    asked = requests(1000 if LONG else 200)
     with Server(PARROT, "--streams", 1, program=PLAIN) as s:
         alone = answers_of(s, asked, 1)
     with Server(PARROT, "--streams", 24, "--ctx", 512, "--cache", 2048, "--chunk", 100, program=PLAIN) as s:
@@ -231,8 +231,8 @@ def test_logprobs_of_the_end():
 
 def test_logprobs_end_where_a_stop_text_begins():
     """Streamed or not; the text is all that the tokens hold."""
-    chat = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "date": DATE, "logprobs": True}
-    with Server(TINY) as s:
+    chat = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "date": DATE, "reasoning_effort": "low", "logprobs": True}
+    with Server(TINY, program=PLAIN) as s:
         def scored(path, body, stop):
             body = {**body, "temperature": 0, "stop": stop}
             parts = [e["choices"][0] for e in events(s.ask("POST", path, {**body, "stream": True}))]
@@ -364,8 +364,8 @@ def memory(process):
 
 
 def test_memory_stays():
-    """1 KB a request at most; SOAK: how many requests (3,000)."""
-    n = int(os.environ.get("SOAK") or 3000)
+    """1 KB a request at most; SOAK: how many requests (1,000)."""
+    n = int(os.environ.get("SOAK") or 1000)
 
     def some(count):
         answers_of(s, [{"prompt": [i % 250, i // 250 % 250], "max_tokens": 2, "stop": "x"} for i in range(count)], 8)
