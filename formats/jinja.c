@@ -9,6 +9,7 @@
 #include <ctype.h>
 #include <errno.h>
 #include <math.h>
+#include <pthread.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -308,8 +309,13 @@ static Value *map_find(Work *w, const List *map, Value key) {
     return NULL;
 }
 
+static void check_key(Work *w, Value key) {
+    if (key.kind == LIST || key.kind == MAP) wrong(w, "a %s cannot be a key", kinds[key.kind]);
+    for (size_t i = 0; key.kind == TUPLE && i < key.list->n; i++) check_key(w, key.list->item[i]);
+}
+
 static void map_set(Work *w, List *map, Value key, Value value) {
-    if (key.kind >= LIST && key.kind != TUPLE) wrong(w, "a %s cannot be a key", kinds[key.kind]);
+    check_key(w, key);
     Value *known = map_find(w, map, key);
     if (known)
         *known = value;
@@ -1279,6 +1285,7 @@ static Flow run_for(Work *w, Scope *scope, const Node *node) {
     List *items = items_of(w, eval(w, scope, node->b)), *kept = new_list(w), *loop = new_list(w);
     const Value name = text(w, "loop");
     Flow flow = GO_ON;
+    bool ended = false;                                /* jinja2 runs else unless an iteration reached its end */
     for (size_t i = 0; node->d && i < items->n; i++) { /* the condition sees no loop */
         Scope *inner = new_scope(w, scope);
         assign(w, inner, node->a, items->item[i]);
@@ -1291,9 +1298,10 @@ static Flow run_for(Work *w, Scope *scope, const Node *node) {
         map_set(w, &inner->names, name, of_list(LOOP, loop));
         assign(w, inner, node->a, items->item[i]);
         flow = run(w, inner, node->list);
+        ended |= flow == GO_ON;
     }
     if (flow == RETURNED) return flow;
-    return items->n ? GO_ON : run(w, new_scope(w, scope), node->c);
+    return ended ? GO_ON : run(w, new_scope(w, scope), node->c);
 }
 
 static Flow run(Work *w, Scope *scope, const Node *list) {
@@ -1559,6 +1567,7 @@ static Value read_number(Work *w, Value v, bool wanted, int base) {
 BUILTIN(to_number) { /* how: int or float; a[1]: instead of what is none; a[2]: the base of a whole one */
     const bool wanted = *how == 'i', text = a->kind == TEXT;
     const Value v = text ? read_number(w, *a, wanted, wanted ? (int)whole_of(w, a[2]) : 10) : *a;
+    if (v.kind == UNDEFINED) wrong(w, "'%s' is undefined", c_text(w, v));
     if (!is_number(v) || (wanted && v.kind == REAL && !(fabs(v.real) < 9e18))) return a[1];
     if (!wanted) return (Value){REAL, v.own && !text, .real = number_of(v)};
     return (Value){WHOLE, v.own && !text, .whole = v.kind == REAL ? (int64_t)v.real : v.whole,
@@ -1641,6 +1650,7 @@ BUILTIN(stream) { return of_list(STREAM, items_of(w, *a)); }
 BUILTIN(make_map) { /* dict and namespace: of a mapping or pairs, and of named values */
     const List *given = a[0].list, *named = a[1].list, *pairs = new_list(w);
     List *map = new_list(w);
+    if (given->n && given->item->kind == UNDEFINED) wrong(w, "'%s' is undefined", c_text(w, *given->item));
     if (given->n) pairs = given->item->kind == MAP ? pairs_of(w, given->item->list) : items_of(w, *given->item);
     for (size_t i = 0; i < pairs->n; i++) {
         const List *pair = items_of(w, pairs->item[i]);
@@ -1703,7 +1713,7 @@ static const struct {
     {is_same, "(v, other)", "is_sameas:"},
     {is_kind, "(v)",
      "is_defined:NbiftlprvgmsoF is_undefined:u is_none:N is_boolean:b is_integer:i is_float:f is_number:bif "
-     "is_string:t is_sequence:utlprm is_iterable:utlprvgmo is_mapping:m is_callable:F is_escaped:- tuple:p"},
+     "is_string:t is_sequence:utlprm is_iterable:utlprvgmo is_mapping:m is_callable:uF is_escaped:- tuple:p"},
     {make_map, "(varargs, kwargs)", "dict:dict namespace:space"},
     {range, "(start, stop=none, step=1)", "range:"},
     {raise_exception, "(message)", "raise_exception:"},
@@ -1789,6 +1799,9 @@ static const char prelude[] =
     "macro plain(v) = raise_exception('a } stands alone') if '}' in v.replace('}}', '')"
     " else v.replace('}}', '}').replace('\\x01', '{');"
     "macro formed(v, spec);"
+    " if spec and v is not string and v is not number; return raise_exception('format() of a value without a form');"
+    " endif;"
+    " set v = +v if v is boolean and spec else v;"
     " set form = spec.lstrip('<>^');"
     " set form = form if form[-1:].isalpha() else form ~ 's';"
     " set left = '-' if spec[:1] == '<' or v is string and spec[:1] != '>' else '';"
@@ -1821,10 +1834,8 @@ static const char prelude[] =
     " endfor;"
     " return ns.v; endmacro;"
     "macro folded(k, exact) = k if exact or k is not string else k|lower;"
-    "macro keys(x, attribute, exact, default) ="
-    " [folded(path(x, at)|default(default), exact) for at in (attribute.split(',') if attribute is string else "
-    "[attribute])];"
-    "macro keyed(v, attribute, exact, default=nothing) = [(keys(x, attribute, exact, default), x) for x in v];"
+    "macro keyed(v, attribute, exact, default=nothing) ="
+    " [(folded(path(x, attribute)|default(default), exact), x) for x in v];"
 
     "macro filter_abs(v) = -v if v < 0 else +v;"
     "macro filter_batch(v, linecount, fill_with=none);"
@@ -1850,17 +1861,19 @@ static const char prelude[] =
     " return [group(path(x, attribute)|default(default), [y for l, y in pairs if l == k]) for k, x in first]; endmacro;"
     "macro filter_indent(v, width=4, first=false, blank=false);"
     " set by = width if width is string else ' ' * width;"
-    " set lines = (v|string ~ '\\n').splitlines();"
+    " set lines = (v + '\\n').splitlines();"
     " return '\\n'.join([by ~ line if (first if loop.first else line or blank) else line for line in lines]); endmacro;"
     "macro filter_items(v) = stream(v.items()|list if v is defined else []);"
     "macro filter_join(v, d='', attribute=none) = (d|string).join([path(x, attribute)|string for x in v]);"
     "macro filter_last(v) = (v|list)[v|length - 1];"
     "macro filter_map(v);"
     " set f = builtin('filter_' ~ varargs[0]);"
-    " if varargs; return stream([f(x, *varargs[1:], **kwargs) for x in v]); endif;"
-    " return stream([path(x, kwargs.attribute)|default(kwargs.default) for x in v]); endmacro;"
-    "macro filter_max(v, case_sensitive=false, attribute=none) = filter_sort(v, true, case_sensitive, attribute)[0];"
-    "macro filter_min(v, case_sensitive=false, attribute=none) = filter_sort(v, false, case_sensitive, attribute)[0];"
+    " if varargs; return stream([f(x, *varargs[1:], **kwargs) for x in v or []]); endif;"
+    " return stream([path(x, kwargs.attribute)|default(kwargs.default) for x in v or []]); endmacro;"
+    "macro filter_max(v, case_sensitive=false, attribute=none) ="
+    " [x for k, x in sorted(keyed(v, attribute, case_sensitive), true)][0];"
+    "macro filter_min(v, case_sensitive=false, attribute=none) ="
+    " [x for k, x in sorted(keyed(v, attribute, case_sensitive), false)][0];"
     "macro filter_replace(v, old, new, count=none) ="
     " (v|string).replace(old|string, new|string, -1 if count is none else count);"
     "macro filter_reverse(v) = v[::-1] if v is string else stream((v|list)[::-1]);"
@@ -1875,7 +1888,7 @@ static const char prelude[] =
     " return v if v is integer else shaped('.' ~ precision, 'f', v)|float; endmacro;"
     "macro chosen(v, wanted, attribute, test, named);"
     " set f = builtin('is_' ~ test[0]) if test else map_copy;"
-    " return stream([x for x in v if (not f(path(x, attribute), *test[1:], **named)) != wanted]); endmacro;"
+    " return stream([x for x in v or [] if (not f(path(x, attribute), *test[1:], **named)) != wanted]); endmacro;"
     "macro filter_select(v) = chosen(v, true, none, varargs, kwargs);"
     "macro filter_reject(v) = chosen(v, false, none, varargs, kwargs);"
     "macro filter_selectattr(v, attr) = chosen(v, true, attr, varargs, kwargs);"
@@ -1886,8 +1899,11 @@ static const char prelude[] =
     " set ends = [n * i + (i if i < extra else extra) for i in range(slices + 1)];"
     " set fill = [] if fill_with is none else [fill_with];"
     " return stream([all[ends[i]:ends[i + 1]] + (fill if i >= extra else []) for i in range(slices)]); endmacro;"
-    "macro filter_sort(v, reverse=false, case_sensitive=false, attribute=none) ="
-    " [x for k, x in sorted(keyed(v, attribute, case_sensitive), reverse)];"
+    "macro filter_sort(v, reverse=false, case_sensitive=false, attribute=none);"
+    " set paths = attribute.split(',') if attribute is string else [attribute];"
+    " set pairs = [([folded(path(x, at), case_sensitive) for at in paths], x) for x in v];"
+    " return [x for k, x in sorted(pairs if attribute is string else keyed(v, attribute, case_sensitive), reverse)];"
+    " endmacro;"
     "macro filter_sum(v, attribute=none, start=0);"
     " set ns = namespace(sum=start);"
     " for x in v; set ns.sum = ns.sum + path(x, attribute); endfor;"
@@ -1899,13 +1915,12 @@ static const char prelude[] =
     " set comma, colon = separators or (', ' if indent is none else ',', ': ');"
     " return json(v, ensure_ascii, sort_keys, comma, colon, ' ' * indent if indent is number else indent); endmacro;"
     "macro filter_truncate(v, length=255, killwords=false, end='...', leeway=none);"
-    " set text = v|string;"
-    " set cut = text[:length - end|length];"
-    " if text|length <= length + (5 if leeway is none else leeway); return text; endif;"
+    " set cut = v[:length - end|length];"
+    " if v|length <= length + (5 if leeway is none else leeway); return v; endif;"
     " return (cut if killwords else cut.rsplit(' ', 1)[0]) + end; endmacro;"
     "macro filter_unique(v, case_sensitive=false, attribute=none);"
     " set pairs = keyed(v, attribute, case_sensitive);"
-    " set all = [k for k, x in pairs];"
+    " set all = [{k: 0} for k, x in pairs];"
     " return stream([pairs[i][1] for i in range(all|length) if all[i] not in all[:i]]); endmacro;"
     "macro filter_wordcount(v) ="
     " ''.join([c if c.isalnum() or c == '_' else ' ' for c in v|string]).split()|length;"
@@ -1930,38 +1945,47 @@ static const char prelude[] =
 
 struct Jinja {
     Chunk *chunks;
-    Scope *globals;
-    const List *functions;
     const Node *body;
 };
+
+/* Functions are made once, for all templates. `common`: those that templates call by their names. */
+static Scope functions, common;
 
 static Parser parser_of(Work *w, const char *source, bool prelude) {
     return (Parser){.w = w, .begin = source, .s = source, .token = "", .close = ";", .prelude = prelude};
 }
 
-/* Fills a scope with all functions. */
-static void define_functions(Work *w, Scope *scope) {
-    w->builtins = &scope->names;
+static void make_functions(void) {
+    static Error e; /* there is none */
+    static Work w = {.e = &e, .most_steps = JINJA_STEPS, .builtins = &functions.names};
+    w.stack = __builtin_frame_address(0);
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
-        Parser p = parser_of(w, rows[i].takes, true);
+        Parser p = parser_of(&w, rows[i].takes, true);
         next(&p);
         const Node *takes = parse_parameters(&p);
         for (const char *s = rows[i].names; *s; s += strspn(s, " ")) {
             const size_t n = strcspn(s, ":"), end = strcspn(s, " ");
-            const Value name = text_from(w, s, n, true), how = text_from(w, s + n + 1, end - n - 1, true);
-            Function *f = take(w, sizeof *f);
-            *f = (Function){c_text(w, name), takes, .run = rows[i].run, .how = c_text(w, how), .strict = true};
-            push(w, &scope->names, name), push(w, &scope->names, (Value){FUNCTION, .function = f});
+            const Value name = text_from(&w, s, n, true), how = text_from(&w, s + n + 1, end - n - 1, true);
+            Function *f = take(&w, sizeof *f);
+            *f = (Function){c_text(&w, name), takes, .run = rows[i].run, .how = c_text(&w, how), .strict = true};
+            map_set(&w, &functions.names, name, (Value){FUNCTION, .function = f});
             s += end;
         }
     }
-    Parser p = parser_of(w, prelude, true);
-    run(w, scope, parse_body(&p, ""));
+    Parser p = parser_of(&w, prelude, true);
+    run(&w, &functions, parse_body(&p, ""));
+    for (size_t i = 0; i < functions.names.n; i += 2) {
+        const Value name = functions.names.item[i];
+        if (text_listed(globals, c_text(&w, name))) map_set(&w, &common.names, name, functions.names.item[i + 1]);
+    }
 }
 
 Jinja *jinja_parse(const char *source, size_t n, Error *e) {
-    Work w = {.stack = __builtin_frame_address(0), .code = BAD_MODEL, .e = e, .line = 1, .most_steps = JINJA_STEPS};
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    Work w = {.code = BAD_MODEL, .e = e, .line = 1, .most_steps = JINJA_STEPS, .builtins = &functions.names};
     Jinja *t = allocate_zero(1, sizeof *t);
+    pthread_once(&once, make_functions);
+    w.stack = __builtin_frame_address(0);
     if (utf8_check(source, n) < n) {
         fail(e, BAD_MODEL, "chat template: it is not UTF-8");
     } else if (!setjmp(w.failed)) {
@@ -1970,16 +1994,8 @@ Jinja *jinja_parse(const char *source, size_t n, Error *e) {
             if (source[i] != '\n' || !i || source[i - 1] != '\r') *end++ = source[i] == '\r' ? '\n' : source[i];
         if (end > clean && end[-1] == '\n') end--;
         *end = 0;
-        Scope *functions = new_scope(&w, NULL);
-        define_functions(&w, functions);
         Parser p = parser_of(&w, clean, false);
-        t->globals = new_scope(&w, NULL);
-        for (size_t i = 0; i < functions->names.n; i += 2)
-            if (text_listed(globals, c_text(&w, functions->names.item[i])))
-                push(&w, &t->globals->names, functions->names.item[i]),
-                    push(&w, &t->globals->names, functions->names.item[i + 1]);
         t->body = parse_body(&p, "");
-        t->functions = &functions->names;
         t->chunks = w.chunks;
         return t;
     }
@@ -1996,12 +2012,13 @@ void jinja_free(Jinja *t) {
 bool jinja_render(const Jinja *t, int64_t steps, const cJSON *own, const cJSON *given, const struct tm *now,
                   Marked *out, Error *e) {
     Buffer b = {0};
-    Work w = {.stack = __builtin_frame_address(0), .code = USAGE, .e = e, .line = 1, .most_steps = steps};
+    Work w = {
+        .code = USAGE, .e = e, .line = 1, .most_steps = steps, .builtins = &functions.names, .out = &b, .now = now};
     const cJSON *const variables[] = {own, given};
-    w.builtins = t->functions, w.out = &b, w.now = now;
+    w.stack = __builtin_frame_address(0);
     const bool ok = !setjmp(w.failed);
     if (ok) {
-        Scope *scope = new_scope(&w, t->globals);
+        Scope *scope = new_scope(&w, &common);
         if (!now) map_set(&w, &scope->names, text(&w, "strftime_now"), (Value){0});
         for (int i = 0; i < 2; i++) {
             scope = new_scope(&w, scope);

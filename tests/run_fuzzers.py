@@ -18,7 +18,7 @@ FIXTURES, BUILD = ROOT / "tests" / "fixtures", ROOT / "build" / "fuzz"
 SECONDS = int(os.environ.get("SECONDS") or (sys.argv[1] if len(sys.argv) > 1 else 60))
 SOURCES = {"json": ["chat.c", "infer.c"], "safetensors": ["infer.c"], "tokenizer": ["tokenizer.c"],
            "reader": ["chat.c", "formats/templates.c"], "gguf": ["encodings/gguf.c", "encodings/vocabulary.c"],
-           "request": ["serve/serve.c", "chat.c"]}  # whose words help to guess
+           "request": ["serve/serve.c", "chat.c"], "template": ["formats/jinja.c"]}  # whose words help to guess
 
 
 def file_of(tensors):
@@ -124,6 +124,8 @@ def seeds(name):
         return [b"\0" + text for text in harmony] + [
             b"\1\3\nA\n\4\n\nHi\n\5\n" + call + b"\n\6\n\5" + call + b"\6\1", b"\1<think>A</think>H</think>i \1", b"\3" + call + b"\1",
             b"\2Hi\n<tool_call>" + call + b"</tool_call>\1", b"\4 Hi \n\1", b"\5 Hi\1"]
+    if name == "template":
+        return [template.encode() for template, _ in json.loads((ROOT / "tests" / "goldens" / "jinja.json").read_text())["rows"]]
     if name == "schema":
         made = [schemas.make_root(random.Random(i)) for i in range(40)]
         return [json.dumps(schema).encode() + b"\n" + json.dumps(make(random.Random(1))).encode() for schema, make in made] + [
