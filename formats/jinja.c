@@ -654,8 +654,8 @@ static Node *new_node(Parser *p, int type, Node *a, Node *b) {
     return node;
 }
 
-static Node *append(Node **list, Node *node) {
-    while (*list) list = &(*list)->next;
+static Node *append(Parser *p, Node **list, Node *node) {
+    for (; *list; list = &(*list)->next) spend(p->w, 0);
     return *list = node;
 }
 
@@ -666,7 +666,7 @@ static Node *constant(Parser *p, Value v) {
 }
 
 static void add(Parser *p, Node *call, Value name, Node *argument) {
-    append(&call->list, new_node(p, CONSTANT, argument, NULL))->value = name;
+    append(p, &call->list, new_node(p, CONSTANT, argument, NULL))->value = name;
 }
 
 /* run(a, b), or fewer arguments where they are NULL. */
@@ -859,8 +859,7 @@ static Node *parse_primary(Parser *p) {
 static Node *parse_unary(Parser *p) {
     const bool minus = is(p, "-"), sign = skip(p, "-") || skip(p, "+");
     Node *node = sign ? operation(p, signed_, minus ? "-" : "+", parse_unary(p), NULL) : parse_primary(p);
-    node = parse_postfix(p, node);
-    return node;
+    return parse_postfix(p, node);
 }
 
 /* Operators between two values, from the weakest to the strongest, as far as they are at least as strong as `least`.
@@ -1023,15 +1022,15 @@ static Node *parse_set(Parser *p) {
     return node;
 }
 
-static Node *parse_with(Parser *p) {
+static Node *parse_scope(Parser *p, const char *end) {
     Node *node = new_node(p, SCOPE, NULL, NULL);
     while (p->kind != CLOSE) {
-        Node *set = append(&node->list, new_node(p, SET, parse_target(p), NULL));
+        Node *set = append(p, &node->list, new_node(p, SET, parse_target(p), NULL));
         take_token(p, "=");
         set->b = parse_expression(p);
         if (p->kind != CLOSE) take_token(p, ",");
     }
-    append(&node->list, parse_block(p, "endwith"));
+    append(p, &node->list, parse_block(p, end));
     return node;
 }
 
@@ -1039,7 +1038,7 @@ static Node *parse_with(Parser *p) {
 static Node *parse_parameters(Parser *p) {
     Node *list = NULL;
     for (take_token(p, "("); !skip(p, ")");) {
-        Node *each = append(&list, new_node(p, VARIABLE, NULL, NULL));
+        Node *each = append(p, &list, new_node(p, VARIABLE, NULL, NULL));
         each->value = take_name(p);
         if (skip(p, "=")) each->a = parse_expression(p);
         if (!is(p, ")")) take_token(p, ",");
@@ -1055,7 +1054,7 @@ static void parse_function(Parser *p, Node *macro, const char *end) {
         p->prelude && skip(p, "=") ? new_node(p, RETURN, parse_list(p, parse_expression), NULL) : parse_block(p, end);
     for (int i = 0; i < 3; i++)
         if (memmem(body, (size_t)(p->s - body), further[i], strlen(further[i])))
-            append(&macro->a, new_node(p, VARIABLE, NULL, NULL))->value = text(p->w, further[i]);
+            append(p, &macro->a, new_node(p, VARIABLE, NULL, NULL))->value = text(p->w, further[i]);
 }
 
 /* {% call(parameters) f(arguments) %}: f gets a macro as the further argument caller. */
@@ -1070,11 +1069,11 @@ static Node *parse_call(Parser *p) {
 
 /* A block behind its first word, which is the current token. */
 static Node *parse_statement(Parser *p) {
-    Node *node;
     if (skip(p, "if")) return parse_branches(p, new_node(p, IF, parse_list(p, parse_or), NULL), "endif");
     if (skip(p, "for")) return parse_branches(p, parse_loop(p, FOR), "endfor");
     if (skip(p, "set")) return parse_set(p);
-    if (skip(p, "with")) return parse_with(p);
+    if (skip(p, "with")) return parse_scope(p, "endwith");
+    if (skip(p, "generation")) return parse_scope(p, "endgeneration");
     if (skip(p, "call")) return parse_call(p);
     if (skip(p, "break")) return new_node(p, BREAK, NULL, NULL);
     if (skip(p, "continue")) return new_node(p, CONTINUE, NULL, NULL);
@@ -1087,17 +1086,13 @@ static Node *parse_statement(Parser *p) {
         return new_node(p, SET, name, macro);
     }
     if (skip(p, "filter")) {
-        Node *text = new_node(p, WRITTEN, NULL, NULL);
-        node = parse_named(p, "filter_", text);
+        Node *text = new_node(p, WRITTEN, NULL, NULL), *node = parse_named(p, "filter_", text);
         if (skip(p, "(")) parse_items(p, node, ")");
         node = new_node(p, WRITE, parse_filters(p, node), NULL);
         text->list = parse_block(p, "endfilter");
         return node;
     }
-    if (!skip(p, "generation")) wrong(p->w, "there is no block '%.40s' here", p->token);
-    node = new_node(p, SCOPE, NULL, NULL);
-    node->list = parse_block(p, "endgeneration");
-    return node;
+    wrong(p->w, "there is no block '%.40s' here", p->token);
 }
 
 /* ---- the evaluator ---- */
@@ -1260,24 +1255,16 @@ static void assign(Work *w, Scope *scope, const Node *target, Value v) {
 
 /* Sets what loop.NAME is at item i of a list. */
 static void set_loop(Work *w, List *loop, const List *items, size_t i) {
+    static const char *const names[] = {"index",  "index0", "revindex", "revindex0", "length",  "depth",
+                                        "depth0", "first",  "last",     "previtem",  "nextitem"};
     const int64_t n = (int64_t)items->n, at = (int64_t)i;
-    const struct {
-        const char *name;
-        Value value;
-    } rows[] = {{"index", whole(at + 1)},
-                {"index0", whole(at)},
-                {"revindex", whole(n - at)},
-                {"revindex0", whole(n - at - 1)},
-                {"length", whole(n)},
-                {"depth", whole(1)},
-                {"first", boolean(!i)},
-                {"depth0", whole(0)},
-                {"last", boolean(at + 1 == n)},
-                {"previtem", i ? items->item[i - 1] : (Value){0}},
-                {"nextitem", at + 1 < n ? items->item[i + 1] : (Value){0}}};
-    for (size_t k = 0; k < sizeof rows / sizeof *rows; k++) {
-        if (!i) push(w, loop, text(w, rows[k].name)), push(w, loop, none);
-        loop->item[2 * k + 1] = rows[k].value;
+    const Value before = i ? items->item[i - 1] : (Value){0}, behind = at + 1 < n ? items->item[i + 1] : (Value){0};
+    const Value values[] = {whole(at + 1), whole(at), whole(n - at), whole(n - at - 1),    whole(n),
+                            whole(1),      whole(0),  boolean(!i),   boolean(at + 1 == n), before,
+                            behind};
+    for (size_t k = 0; k < sizeof names / sizeof *names; k++) {
+        if (!i) push(w, loop, text(w, names[k])), push(w, loop, none);
+        loop->item[2 * k + 1] = values[k];
     }
 }
 
@@ -1378,18 +1365,15 @@ static int64_t of_wholes(Work *w, char operator, __int128 x, __int128 y) {
     return (int64_t)z;
 }
 
-static Value call_named(Work *w, const char *name, Value a, Value b) {
-    const Value f = builtin(w, name, text(w, ""));
-    return call(w, f.function, &(List){.item = (Value[]){a, b}, .n = 2}, &(List){0});
-}
-
 BUILTIN(arithmetic) {
     const Value x = a[0], y = a[1];
     const char operator= !how[1] ? *how : * how == '/' ? 'f' : '^'; /* f: // and ^: ** */
     const bool sequence_x = x.kind >= TEXT && x.kind <= TUPLE, sequence_y = y.kind >= TEXT && y.kind <= TUPLE;
     if (x.kind == UNDEFINED || y.kind == UNDEFINED)
         wrong(w, "'%s' is undefined", c_text(w, x.kind == UNDEFINED ? x : y));
-    if (operator== '%' && x.kind == TEXT) return call_named(w, "printed", x, y);
+    if (operator== '%' && x.kind == TEXT)
+        return call(w, builtin(w, "printed", (Value){0}).function, &(List){.item = (Value[]){x, y}, .n = 2},
+                    &(List){0});
     if (operator== '+' && x.kind == y.kind && sequence_x) return joined(w, a, 2, 1);
     if (operator== '*' && sequence_x && y.kind != REAL) return joined(w, &x, 1, whole_of(w, y));
     if (operator== '*' && sequence_y && x.kind != REAL) return joined(w, &y, 1, whole_of(w, x));
