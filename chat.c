@@ -18,7 +18,6 @@ enum { WORDS = 6, HEADER = 3 };
 static const char *const words[WORDS] = {"role", "tool_call_id", "name", "channel", "recipient", "content_type"};
 
 Bytes bytes_of(const char *text) { return (Bytes){.data = (char *)(uintptr_t)text, .n = text ? strlen(text) : 0}; }
-static bool is_utf8(Bytes text) { return utf8_check(text.data, text.n) == text.n; }
 
 /* ---- conversations ---- */
 
@@ -590,10 +589,7 @@ bool chat_thinks(const Chat *chat, const char *effort) { return chat->thinks && 
 bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out, Error *e) {
     LocalMarked text = {0};
     bool schema = json_get(json_get(c->request, "response_format"), "json_schema");
-    bool valid = is_utf8(bytes_of(c->instructions)) && is_utf8(bytes_of(c->date));
-    for (int i = 0; i < c->messages; i++) valid = valid && is_utf8(c->message[i].content);
     if (!chat_effort(chat, c->effort, e)) return false;
-    if (!valid) return fail(e, USAGE, "a text of the conversation is not UTF-8");
     if (schema && !chat->schemas)
         return fail(e, USAGE, "response_format: %s, the chat format of this model, has none", chat->name);
     return chat->format->render(chat, c, prompt, &text, e) && tokenizer_encode_marked(chat->tokenizer, &text, out, e);

@@ -1387,7 +1387,6 @@ static bool read_prompt(Play *p, Bytes *text, Error *e) {
     bytes_add(text, piped.data, piped.n);
     if (p->loop && (given.json || !isatty(STDOUT_FILENO)))
         return fail(e, USAGE, "a conversation needs a terminal; give the prompt with -p, -f or on stdin");
-    if (!p->loop && !text->n && !given.prompt) return fail(e, USAGE, "the prompt is empty");
     return check_text("the prompt", text->data, text->n, e);
 }
 
@@ -1416,9 +1415,11 @@ static int plain_loop(Play *p) {
     }
 }
 
-static bool open_play(Play *p, const char *model, Error *e) {
+static bool open_play(Play *p, const char *model, const Bytes *prompt, Error *e) {
     if (!session_open(&p->m, model, NEED_TOKENIZER | NEED_CHECKPOINT, e)) return false;
     p->chat = p->m.has_chat && !given.raw;
+    const bool empty = p->chat ? strspn(prompt->data, " \t\r\n") == prompt->n : !prompt->n && !given.prompt;
+    if (!p->loop && empty) return fail(e, USAGE, "the prompt is empty");
     if (!p->chat && (given.system || given.effort))
         return fail(e, USAGE, "--system and --effort need a chat format, but %s is continued raw", p->m.name);
     if (terminal && !terminal->settings(&p->m, given.effort, given.date, e)) return false;
@@ -1443,9 +1444,7 @@ static int run_play(const char *model) {
     LocalBytes prompt = {0};
     static Play p;
     p.m.quiet = settings.quiet || given.json;
-    if (!read_prompt(&p, &prompt, &e) || !open_play(&p, model, &e)) die(&e);
-    bool blank = !p.loop && p.chat && strspn(prompt.data, " \t\r\n") == prompt.n;
-    if (blank) fail(&e, USAGE, "the prompt is empty"), die(&e);
+    if (!read_prompt(&p, &prompt, &e) || !open_play(&p, model, &prompt, &e)) die(&e);
     catch_interrupt(SA_RESTART);
     if (!p.loop) conversation_add(&p.talk, "user", NULL, prompt.data, prompt.n);
     if (!p.loop) return converse(&p);

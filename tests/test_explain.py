@@ -5,7 +5,7 @@ import json
 import math
 import re
 
-from helpers import FIXTURES, PARROT, Terminal, copy_model, each, expect, infer, refused, same
+from helpers import FIXTURES, PARROT, Terminal, copy_model, each, expect, has, infer, refused, same
 from test_logits import WITH_GOLDENS, as_option, golden, goldens
 
 NEEDS = ("commands",)  # rooms
@@ -82,6 +82,7 @@ def test_terminal_and_no_color():
             same(t.ended(), 0, "exit code")
             same(b"\x1b[3" in t.raw, colours, f"colours with {columns} columns and {more}")
             expect("first token" in t.text() and "surprise in bits" in t.text(), t.text())
+            expect(max(map(len, t.text().splitlines())) <= columns or not has("terminal"), t.text())
     expect("surprise in bits" not in (r := infer("explain", PARROT, "Hello <")).text + r.err, "a legend in a pipe")
 
 

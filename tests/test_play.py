@@ -1081,6 +1081,26 @@ def test_help_fits_the_window():
             expect(not wide, f"{command}: {wide}")
 
 
+def test_messages_fit_the_window(folder):
+    """Lines that go on stand below the text behind the label; what is wrong with files of options is said before loading."""
+    needs("terminal")
+    def shown(*args, code):
+        with Terminal(*args, columns=40) as t:
+            same(t.ended(), code, "exit code")
+        lines = t.text().splitlines()
+        expect(max(map(len, lines)) <= 40, f"{args}: {lines}")
+        return lines
+    lines = shown("play", PARROT, "--temperature", "hot", code=2)
+    same(lines, ["infer: --temperature must be 0 to 100,", "       not 'hot'"], "an error")
+    for option in (["play", PARROT, "-p", "x", "--schema", "/none/x"],) * has("json") + (["logits", PARROT, "x", "-o", "/none/x"],):
+        lines = shown(*option, code=3 if option[0] == "play" else 1)
+        expect(lines[0].startswith("infer: /none/x: No such file"), f"{option}: {lines}")
+    expect("     id      logit        p  text" in shown("logits", PARROT, "x", "--top", 1, code=0), "logits has no heading")
+    if has("commands"):
+        (folder / "text").write_text("Hello! " * 40)
+        shown("perplexity", PARROT, "-f", folder / "text", code=0)
+
+
 def test_loading_line_fits_the_window():
     """It and the line that shows the wait are drawn again in place, so the terminal must not wrap them."""
     needs("terminal")
