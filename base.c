@@ -145,6 +145,11 @@ size_t utf8_check(const char *s, size_t n) {
     return i;
 }
 
+bool check_text(const char *what, const char *text, size_t n, Error *e) {
+    size_t valid = utf8_check(text, n);
+    return valid == n || fail(e, USAGE, "%s is not UTF-8: byte %zu is 0x%02X", what, valid, (unsigned char)text[valid]);
+}
+
 void bytes_shown(Bytes *out, const char *text, size_t n, bool lines) {
     uint32_t c;
     for (size_t i = 0; i < n;) {

@@ -100,6 +100,8 @@ void json_free(cJSON **json);
 int utf8_decode(const char *s, size_t n, uint32_t *cp);
 /* Offset of the first byte that is not UTF-8, or n. */
 size_t utf8_check(const char *s, size_t n);
+/* USAGE, naming `what`: n bytes are not UTF-8. */
+bool check_text(const char *what, const char *text, size_t n, Error *e);
 /* Appends text that is safe for a terminal: control characters, which begin escape sequences, and invalid UTF-8 become
  * '?'. Line breaks and tabs stay if `lines`. */
 void bytes_shown(Bytes *out, const char *text, size_t n, bool lines);

@@ -511,8 +511,6 @@ void print_row(FILE *f, const char *name, int column, const char *text);
 /* Prints the text of tokens exactly; on a terminal without its escape sequences, control tokens in reverse, and ended.
  */
 void print_text(const Tokenizer *t, const Ids *ids);
-/* USAGE, naming `what`: n bytes are not UTF-8. */
-bool check_text(const char *what, const char *text, size_t n, Error *e);
 
 /* Text that arrives in parts; on a terminal it is written as put_text() writes it. */
 typedef struct {

@@ -882,11 +882,6 @@ const Option load_options[] = {
     {0, "plain", NULL, SWITCH, &load.plain, .help = "use the plain kernels only, even where fast ones exist"},
     {0}};
 
-bool check_text(const char *what, const char *text, size_t n, Error *e) {
-    size_t valid = utf8_check(text, n);
-    return valid == n || fail(e, USAGE, "%s is not UTF-8: byte %zu is 0x%02X", what, valid, (unsigned char)text[valid]);
-}
-
 static bool read_number(const Option *option, const char *text, double *x, Error *e) {
     const bool real = option->kind == REAL;
     char *end;
@@ -1115,8 +1110,6 @@ static bool open_tokenizer(Session *s, bool may_lack, Error *e) {
     LocalText path = text_print(container_at(s->dir)->in_files ? "%s" : "%s/tokenizer.json", s->dir);
     const int vocab = s->checkpoint.model.vocab;
     if (may_lack && !file_exists(path)) return true;
-    if (access(path, F_OK))
-        return fail(e, BAD_MODEL, "%s: missing: is the model's download incomplete? infer download goes on", path);
     s->tokenizer = tokenizer_open(path, session_json, s, e);
     if (!s->tokenizer || !vocab || tokenizer_fit(s->tokenizer, vocab)) return s->tokenizer;
     return fail(e, BAD_MODEL, "%s: it has ids up to %d, the config a vocabulary of %d: they belong to different models",

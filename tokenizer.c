@@ -329,9 +329,7 @@ static bool encode_from(Encoder *w, int step, const char *s, const char *own, si
 }
 
 static bool encode(const Tokenizer *t, const char *text, const char *own, size_t n, int flags, Ids *out, Error *e) {
-    size_t valid = utf8_check(text, n);
-    if (valid < n)
-        return fail(e, USAGE, "the text is not UTF-8: byte %zu is 0x%02X", valid, (unsigned char)text[valid]);
+    if (!check_text("the text", text, n, e)) return false;
     if (n > MOST_TEXT) return fail(e, USAGE, "the text has %zu bytes, at most %d can be encoded at once", n, MOST_TEXT);
     Encoder w = {.t = t, .text = text, .flags = flags, .out = out, .e = e, .steps = (n + 10000) * STEPS};
     w.match = pcre2_match_data_create(1, NULL);
@@ -685,7 +683,7 @@ static bool mark_control(Tokenizer *t, const Bytes *template, Error *e) {
 
 Tokenizer *tokenizer_open(const char *path, JsonFile *json, const void *model, Error *e) {
     LocalJson file = json(model, "tokenizer.json", e);
-    if (!file && !e->code) fail(e, BAD_MODEL, "%s: missing", path);
+    if (!file && !e->code) fail(e, BAD_MODEL, "%s: missing; infer download gets the rest of a model", path);
     if (!file) return NULL;
     Tokenizer *t = allocate_zero(1, sizeof *t);
     LocalBytes templates = {0};
