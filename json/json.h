@@ -6,89 +6,74 @@
 #include "../host.h"
 
 /* ---- automaton.c ----
- * A pushdown automaton over bytes, made of nodes as regular expressions are. What is left to read is a list of nodes:
- * a cell has the node to read next, how far it is, and the cell behind it. A state is a set of cells, for the cases
- * that are still possible. Nodes, cells and states are tuples of ints that exist once, so each is its number: a state
- * is copied, hashed and compared as an int. States and their steps are made when a text first needs them. So counted
- * repetition is a counter in a cell, and recursion is a longer list; neither is ever expanded. Every state but 0 can be
- * completed, because what matches no text at all is never entered. */
+ * A grammar is made of nodes, as regular expressions are, and a node is also the state of a text: it stands for what
+ * may still be read. Behind a byte that is another node, its derivative (Brzozowski, 1964): of `ab|ac` behind `a` it is
+ * `b|c`, of `x{3,9}` behind `x` it is `x{2,8}`. A node is a tuple of ints that exists once, so it is its number: states
+ * are copied, hashed and compared as ints. They are made when a text first needs them. So counts and recursion are
+ * never expanded. Every node but NEVER can be completed. */
+enum { EMPTY = 1, BARREN = 2, LOOKED = 4 }; /* the text may end; nothing completes it; of an AND: BARREN is known */
 typedef struct {
-    Ids data, begin; /* tuple i: data[begin[i]] .. data[begin[i + 1] - 1] */
-    int *slot;       /* (room) a hash table */
-    size_t room;
-} Pool;
-
-typedef struct Local Local;
-typedef struct {
-    int *next;     /* (256) the states behind this one, -1: not known; or NULL */
-    int loop;      /* the cell of a REPEAT of any letters that a cell of this state stands in, or 0 */
-    int room;      /* so many letters may follow, whichever they are */
-    bool ends;     /* the text may end here */
-    Local *local;  /* of mask.c, for states inside of a lexeme; or NULL */
+    int begin;     /* of its tuple */
+    int target;    /* of a REF, or -1: not set yet */
+    int flags;     /* of those above */
+    int round;     /* the last of Grammar.rounds that saw it */
+    int *next;     /* (256) the nodes behind it, -1: not known; or NULL */
     uint32_t *row; /* of mask.c: the tokens that may come next; or NULL */
-} State;
+} Node;
 
+typedef struct Letters Letters;
 typedef struct {
-    Pool node, cell, state;
-    State *of;   /* one for each state */
-    Bytes flags; /* of each node */
-    Ids target;  /* of each REF */
-    Ids seen;    /* of each cell: the round that saw it last */
-    int round;
-    Map dead;          /* pairs of states that an AND cannot complete */
-    bool edge[257];    /* bytes where some SET begins or ends */
-    int letter, quote; /* nodes: any letter of a JSON string, and what ends it; regex.c makes them */
-    int pairs;         /* that an AND had to look at */
-    int64_t work;      /* cells read for steps that were not known */
+    Ids data; /* all tuples */
+    Node *node;
+    int nodes;
+    Map known;         /* from a tuple's hash, or one behind it, to its node */
+    Bytes text;        /* of all BYTES */
+    bool edge[257];    /* bytes where some SET or BYTES begins or ends */
+    int plain, letter; /* any letter of a JSON string, without \uXXXX and with them; make_letters() */
+    int quote;         /* what ends the string */
+    int rounds;        /* of derivatives */
+    int64_t work;      /* derivatives that were made; MOST_WORK: too many, and what both_node() made is not right */
     int rows;          /* that mask.c keeps */
+    Letters *letters;  /* of mask.c: a list */
 } Grammar;
 
-enum { BYTES, SET, SEQ, ALT, REPEAT, LEX, AND, REF }; /* kinds of nodes */
-enum { NEVER = 0, NOTHING = 1, DEAD = 0 };            /* a node that no text matches; the empty text; a state */
-enum { ENDLESS = -1 };                                /* for repeat() */
+/* Kinds, the first int of a tuple. Behind it: of SET byte ranges, first and last of each; of BYTES where they begin,
+ * and how many; of SEQ, AND and BUT two nodes; of ALT nodes; of REPEAT a node, least, most; of REF its key. */
+enum { SET, BYTES, SEQ, ALT, REPEAT, AND, BUT, REF };
+enum { NEVER = 0, NOTHING = 1 }; /* nodes: no text at all; the empty text */
+enum { ENDLESS = -1, MOST_WORK = 3000000 };
 
 void grammar_open(Grammar *g);
 void grammar_close(Grammar *g);
-/* Nodes. text: these bytes. set: one byte of these 256 bits. lexeme: the same texts as the node; how far it is counts
- * as one number, so that mask.c computes what happens inside of it once. both: what two nodes both match; *ok becomes
- * false if that takes too long to find out. Inside of these two there are no references, and no text() inside of
- * both(). */
+/* set: one byte of these ranges. both: what matches both. but: what matches a, but not b. The nodes of these two have
+ * no REF; b of `but` has no text that every text of a goes on with, so something can always complete it. */
+int set_node(Grammar *g, const Ids *ranges);
 int text_node(Grammar *g, const char *text, size_t n);
-int set_node(Grammar *g, const uint32_t set[8]);
-int list_node(Grammar *g, int kind, const int *node, int n); /* SEQ, ALT */
-#define seq_node(g, ...) list_node(g, SEQ, (const int[]){__VA_ARGS__}, sizeof((const int[]){__VA_ARGS__}) / sizeof(int))
-#define alt_node(g, ...) list_node(g, ALT, (const int[]){__VA_ARGS__}, sizeof((const int[]){__VA_ARGS__}) / sizeof(int))
+int seq_node(Grammar *g, int a, int b);
+int alt_node(Grammar *g, const int *node, size_t n);
 int repeat_node(Grammar *g, int node, int least, int most); /* most may be ENDLESS */
-int lexeme_node(Grammar *g, int node);
-int both_node(Grammar *g, int a, int b, bool *ok);
-int ref_node(Grammar *g); /* means another node, once ref_set() says which */
-void ref_set(Grammar *g, int ref, int node);
-/* To be called when all references are set. Does any text match the node? */
-bool grammar_settle(Grammar *g, int node);
-
-int state_start(Grammar *g, int node);
-int state_step(Grammar *g, int state, unsigned char byte); /* DEAD: the byte cannot come here */
+int both_node(Grammar *g, int a, int b);
+int but_node(Grammar *g, int a, int b);
+/* The one with that key; Node.target says what it means. */
+int ref_node(Grammar *g, const int *key, size_t n);
+/* What a sequence begins with, which is none itself, and what follows that. */
+int first_node(Grammar *g, int node, int *rest);
+bool grammar_settle(Grammar *g, int node); /* to be called when all targets are set. Does any text match the node? */
+int state_step(Grammar *g, int state, unsigned char byte); /* NEVER: the byte cannot come here */
 int state_run(Grammar *g, int state, const char *text, size_t n);
-int state_of(Grammar *g, Ids *cells); /* sorts them */
-/* Is the cell inside of a lexeme, in which state, and in which is the text when that ends? */
-/* Is the text in a JSON string of any letters, which needs `least` more and may have `room` more? */
-bool state_loops(Grammar *g, int state, int *least, int *room);
-/* Is the cell inside of a lexeme, in which state, and in which is the text when that ends? */
-bool cell_inside(Grammar *g, int cell, int *inside, int *rest);
-/* The only byte that may come next, or -1: there are several, or the text may end. */
-int state_forced(const Grammar *g, int state);
-static inline const int *tuple(const Pool *p, int i) { return p->data.data + p->begin.data[i]; }
-static inline int tuple_size(const Pool *p, int i) { return p->begin.data[i + 1] - p->begin.data[i]; }
+int state_forced(Grammar *g, int state); /* the only byte that may come next, or -1: there are several, or it may end */
+static inline const int *tuple(const Grammar *g, int node) { return g->data.data + g->node[node].begin; }
+static inline int node_kind(const Grammar *g, int node) { return *tuple(g, node); }
+static inline int tuple_size(const Grammar *g, int node) { return g->node[node + 1].begin - g->node[node].begin; }
+static inline bool ends(const Grammar *g, int state) { return g->node[state].flags & EMPTY; }
 
 /* ---- regex.c ---- */
 
 /* The texts that a pattern matches whole or, in a JSON string (json; g->letter must be set), anywhere. *bad: what is
  * wrong or not supported at its byte *at, or NULL. */
 int pattern_node(Grammar *g, const char *pattern, bool json, const char **bad, size_t *at);
-int known_pattern(Grammar *g, const char *pattern); /* whole; it is right */
-void make_letters(Grammar *g);                      /* g->letter and g->quote */
-/* Numbers without exponent that are at least (above) or at most `bound`, "-12.5"; strict: and not equal to it. */
-int bound_node(Grammar *g, const char *bound, bool above, bool strict, bool whole);
+int rule_node(Grammar *g, const char *pattern, ...); /* one that is right. Each % in it is the next argument, a node */
+void make_letters(Grammar *g);                       /* g->letter and g->quote */
 
 /* ---- schema.c ---- */
 
@@ -106,7 +91,7 @@ typedef struct Vocabulary Vocabulary;
 Vocabulary *vocabulary_open(const Tokenizer *t, int ids, const int *control, int controls);
 void vocabulary_close(Vocabulary *v);                                /* or NULL */
 Bytes token_text(const Vocabulary *v, int id);                       /* as grammars read it; not a copy */
-int state_token(Grammar *g, const Vocabulary *v, int state, int id); /* DEAD: it cannot come here */
+int state_token(Grammar *g, const Vocabulary *v, int state, int id); /* NEVER: it cannot come here */
 /* The tokens that may come next: token i is bit i % 32 of word i / 32. Kept until a later call. */
 const uint32_t *state_tokens(Grammar *g, const Vocabulary *v, int state);
 void prepare_masks(Grammar *g, const Vocabulary *v); /* computes ahead what texts will need first: some milliseconds */

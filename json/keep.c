@@ -12,7 +12,7 @@ enum { MOST_RULES = 32, MOST_TEXT = 1000000, MOST_STATES = 500000, MOST_FORCED =
 
 struct Rule {
     Grammar g;
-    int start, users; /* users: streams, and makers; `kept` counts as one */
+    int start, users; /* users: streams, and makers */
     char *key;        /* what it was made of */
     Rule *next;
 };
@@ -43,49 +43,31 @@ static int token_node(Grammar *g, int id) {
     return text_node(g, text.data, text.n);
 }
 
-/* Text in which names of tokens, <...>, stand for these tokens. */
-static int piece(const Maker *m, const char *text) {
-    LocalIds parts = {0};
-    for (size_t n; *text; text += n) {
-        n = *text == '<' ? strcspn(text, ">") + 1 : strcspn(text, "<");
-        LocalText part = copy_text(text, n);
-        const int id = *text == '<' ? tokenizer_added(m->m->tokenizer, part) : -1;
-        ids_add(&parts, id >= 0 ? token_node(m->g, id) : text_node(m->g, part, n));
-    }
-    return list_node(m->g, SEQ, parts.data, (int)parts.n);
+/* A control token; its name if there is none. */
+static int mark(const Maker *m, const char *name) {
+    const int id = tokenizer_added(m->m->tokenizer, name);
+    return id >= 0 ? token_node(m->g, id) : text_node(m->g, name, strlen(name));
 }
 
-static int optional(Grammar *g, int node) { return repeat_node(g, node, 0, 1); }
-
-/* Any text without control tokens; `first`: or one that does not begin with these characters. */
-static int anything(Grammar *g, const char *not_first) {
-    uint32_t set[8], first[8];
-    memset(set, -1, sizeof set);
-    set[CONTROL / 32] &= ~(1u << CONTROL % 32);
-    memcpy(first, set, sizeof first);
-    for (const char *s = not_first; *s; s++) first[*s / 32] &= ~(1u << *s % 32);
-    const int all = repeat_node(g, set_node(g, set), 0, ENDLESS);
-    return *not_first ? optional(g, seq_node(g, set_node(g, first), all)) : all;
+/* Any text without control tokens. */
+static int anything(Grammar *g) {
+    const int bytes = set_node(g, &(Ids){.data = (int[]){0, CONTROL - 1}, .n = 2});
+    return repeat_node(g, bytes, 0, ENDLESS);
 }
 
-/* The tokens that end an answer: the model's, and its chat format's. Marks of thoughts and calls do not. */
-static void end_tokens(const Maker *m, Ids *out) {
+/* What ends an answer: the model's tokens, and its chat format's. Marks of thoughts and calls do not. */
+static int answer_end(const Maker *m) {
     const Ids *stop = &m->m->checkpoint.stop;
     const Chat *chat = &m->m->chat;
     const bool marked = m->talk && chat->format != &harmony; /* see formats/answers.h */
+    LocalIds cases = {0};
     for (size_t i = 0; i < stop->n; i++) {
         int k = 0;
         while (k < 4 && marked && chat->control[k] != stop->data[i]) k++;
-        if (k == 4 || !marked) ids_add(out, stop->data[i]);
+        if (k == 4 || !marked) ids_add(&cases, token_node(m->g, stop->data[i]));
     }
-    if (marked && chat->control[4] >= 0) ids_add(out, chat->control[4]);
-}
-
-static int ends(const Maker *m) {
-    LocalIds stop = {0}, cases = {0};
-    end_tokens(m, &stop);
-    for (size_t i = 0; i < stop.n; i++) ids_add(&cases, token_node(m->g, stop.data[i]));
-    return list_node(m->g, ALT, cases.data, (int)cases.n);
+    if (marked && chat->control[4] >= 0) ids_add(&cases, token_node(m->g, chat->control[4]));
+    return alt_node(m->g, cases.data, cases.n);
 }
 
 /* ---- what the text must be ---- */
@@ -96,11 +78,10 @@ static int refuse(const Maker *m, const char *what, const char *why) {
 }
 
 static int schema(const Maker *m, const cJSON *value, const char *name) {
+    if (!value) return refuse(m, name, "needs json_schema.schema");
     LocalJson parsed = cJSON_IsString(value) /* as some clients send guided_json */
                            ? json_parse(value->valuestring, strlen(value->valuestring), name, m->e)
                            : NULL;
-    LocalText text = json_text(value);
-    if (strlen(text) > MOST_TEXT) return refuse(m, name, "has more than 1,000,000 bytes");
     if (cJSON_IsString(value) && !parsed) return m->e->code = USAGE, NEVER;
     const int node = schema_node(m->g, parsed ? parsed : value, name, m->e);
     return node < 0 ? NEVER : node;
@@ -109,7 +90,7 @@ static int schema(const Maker *m, const cJSON *value, const char *name) {
 static int regex(const Maker *m, const cJSON *value, const char *name) {
     const char *pattern = cJSON_GetStringValue(value), *bad;
     size_t at;
-    if (!pattern || strlen(pattern) > MOST_TEXT) return refuse(m, name, "is not a text of at most 1,000,000 bytes");
+    if (!pattern) return refuse(m, name, "is not a text");
     const int node = pattern_node(m->g, pattern, false, &bad, &at);
     LocalText why = text_print("has %s at byte %zu, which is not supported", bad ? bad : "", at);
     return bad ? refuse(m, name, why) : node;
@@ -122,37 +103,39 @@ static int choices(const Maker *m, const cJSON *value, const char *name) {
         if (!cJSON_IsString(each)) return refuse(m, name, "is not an array of texts");
         ids_add(&cases, text_node(m->g, each->valuestring, strlen(each->valuestring)));
     }
-    return cases.n ? list_node(m->g, ALT, cases.data, (int)cases.n) : refuse(m, name, "has no text");
+    return cases.n ? alt_node(m->g, cases.data, cases.n) : refuse(m, name, "has no text");
+}
+
+/* What a field asks of the text. */
+static int asked(const Maker *m, const char *kind, const cJSON *value, const char *field) {
+    if (same(kind, "json")) return schema(m, value, field);
+    if (same(kind, "regex")) return regex(m, value, field);
+    if (same(kind, "choice")) return choices(m, value, field);
+    if (same(kind, "json_object")) return any_object_node(m->g);
+    return refuse(m, field, "is not supported: json, regex, choice and json_object are");
 }
 
 /* The text's grammar, or -1: anything. */
 static int content(const Maker *m) {
-    const cJSON *format = json_get(m->request, "response_format"), *many = json_get(m->request, "structured_outputs");
+    const cJSON *format = json_get(m->request, "response_format"), *each;
     const char *type = json_string(format, "type");
-    int node = -1, found = 0;
+    int node = -1, n = 0;
     if (format && !(type && text_listed("text json_object json_schema", type)))
         return refuse(m, "response_format", "needs the type text, json_object or json_schema");
-    if (same(type, "json_object")) node = any_object_node(m->g), found++;
-    if (same(type, "json_schema")) {
+    if (format && strcmp(type, "text")) {
         const cJSON *own = cJSON_GetObjectItemCaseSensitive(json_get(format, "json_schema"), "schema");
-        node = own ? schema(m, own, "response_format") : refuse(m, "response_format", "needs json_schema.schema");
-        found++;
+        node = asked(m, same(type, "json_schema") ? "json" : type, own, "response_format"), n++;
     }
-    static const char *const keys[] = {"json", "regex", "choice"};
-    for (int i = 0; i < 6; i++) {
-        LocalText name = text_print(i % 2 ? "structured_outputs.%s" : "guided_%s", keys[i / 2]);
-        const cJSON *value = i % 2 ? json_get(many, keys[i / 2]) : json_get(m->request, name);
-        if (!value) continue;
-        node = i / 2 == 0 ? schema(m, value, name) : i / 2 == 1 ? regex(m, value, name) : choices(m, value, name);
-        found++;
+    cJSON_ArrayForEach(each, m->request) {
+        if (cJSON_IsNull(each) || !text_listed("guided_json guided_regex guided_choice", each->string)) continue;
+        node = asked(m, each->string + strlen("guided_"), each, each->string), n++;
     }
-    if (json_true(many, "json_object")) node = any_object_node(m->g), found++;
-    const cJSON *each;
-    cJSON_ArrayForEach(
-        each, many) if (!text_listed("json regex choice json_object", each->string) &&
-                        !cJSON_IsNull(each)) return refuse(m, "structured_outputs",
-                                                           "has a member besides json, regex, choice and json_object");
-    return found > 1 ? refuse(m, "response_format", "and its other names can be given once only") : node;
+    cJSON_ArrayForEach(each, json_get(m->request, "structured_outputs")) {
+        LocalText field = text_print("structured_outputs.%s", each->string);
+        if (cJSON_IsNull(each) || cJSON_IsFalse(each)) continue;
+        node = asked(m, each->string, each, field), n++;
+    }
+    return n > 1 ? refuse(m, "response_format", "and its other names can be given once only") : node;
 }
 
 /* ---- calls ---- */
@@ -199,8 +182,24 @@ static int call_end(const Maker *m, const char *name) {
     return refuse(m, "tools:", "this model's calls are not written in JSON, so their arguments cannot be held to");
 }
 
+/* A call of a function, as harmony writes it. */
+static int harmony_call(const Maker *m, const char *name, int given) {
+    const int function = text_node(m->g, name, strlen(name)), channel = mark(m, "<|channel|>");
+    return rule_node(m->g, "(%commentary to=functions\\.%| to=functions\\.%%commentary)( %json| json)?%%%", channel,
+                     function, function, channel, mark(m, "<|constrain|>"), mark(m, "<|message|>"), given,
+                     mark(m, "<|call|>"));
+}
+
+static int other_call(const Maker *m, const char *name, int given) {
+    LocalIds begin = {0};
+    int node = NOTHING;
+    if (!chat_force(&m->m->chat, "none", name, &begin, m->e)) return NEVER;
+    for (size_t i = 0; i < begin.n; i++) node = seq_node(m->g, node, token_node(m->g, begin.data[i]));
+    return rule_node(m->g, "%%%", node, given, call_end(m, name));
+}
+
 /* Calls of one of the functions that may come. */
-static int calls(const Maker *m, bool harmony_format) {
+static int calls(const Maker *m) {
     LocalIds cases = {0};
     const cJSON *tool;
     int i = 0;
@@ -209,35 +208,21 @@ static int calls(const Maker *m, bool harmony_format) {
         const int given = name && (!m->name || same(name, m->name)) ? arguments(m, tool, i) : NEVER;
         i++;
         if (given == NEVER || m->e->code) continue;
-        LocalIds begin = {0}, parts = {0};
-        LocalText first = text_print("<|channel|>commentary to=functions.%s", name);
-        LocalText second = text_print(" to=functions.%s<|channel|>commentary", name);
-        const int type = alt_node(m->g, piece(m, " <|constrain|>json"), piece(m, " json"));
-        if (harmony_format) {
-            ids_add(&cases, seq_node(m->g, alt_node(m->g, piece(m, first), piece(m, second)), optional(m->g, type),
-                                     piece(m, "<|message|>"), given, piece(m, "<|call|>")));
-            continue;
-        }
-        if (!chat_force(&m->m->chat, "none", name, &begin, m->e)) return NEVER;
-        for (size_t k = 0; k < begin.n; k++) ids_add(&parts, token_node(m->g, begin.data[k]));
-        ids_add(&cases, seq_node(m->g, list_node(m->g, SEQ, parts.data, (int)parts.n), given, call_end(m, name)));
+        ids_add(&cases, m->m->chat.format == &harmony ? harmony_call(m, name, given) : other_call(m, name, given));
     }
-    return list_node(m->g, ALT, cases.data, (int)cases.n);
+    return alt_node(m->g, cases.data, cases.n);
 }
 
 /* ---- whole answers ---- */
 
 /* The prompt ends with <|start|>assistant. Thoughts come first; preambles only if nothing is asked of the text. */
 static int harmony_answer(const Maker *m, int text, int called) {
-    Grammar *g = m->g;
-    const int any = anything(g, ""), next = piece(m, "<|end|><|start|>assistant");
-    const int thought = seq_node(g, piece(m, "<|channel|>analysis<|message|>"), any, next);
-    const int preamble = seq_node(g, piece(m, "<|channel|>commentary<|message|>"), any, next);
-    const int type = optional(g, piece(m, " <|constrain|>json"));
-    const int final = seq_node(g, piece(m, "<|channel|>final"), type, piece(m, "<|message|>"), text < 0 ? any : text,
-                               piece(m, "<|return|>"));
-    const int before = repeat_node(g, alt_node(g, thought, text < 0 ? preamble : NEVER), 0, ENDLESS);
-    return seq_node(g, before, alt_node(g, m->force ? NEVER : final, called));
+    const int any = anything(m->g), channel = mark(m, "<|channel|>"), message = mark(m, "<|message|>");
+    const int before = rule_node(m->g, text < 0 ? "%(analysis|commentary)%%%%assistant" : "%analysis%%%%assistant",
+                                 channel, message, any, mark(m, "<|end|>"), mark(m, "<|start|>"));
+    const int final = rule_node(m->g, "%final( %json)?%%%", channel, mark(m, "<|constrain|>"), message,
+                                text < 0 ? any : text, mark(m, "<|return|>"));
+    return rule_node(m->g, "%*(%|%)", before, m->force ? NEVER : final, called);
 }
 
 /* The prompt may end inside of a thought, or the answer may begin with one. */
@@ -245,33 +230,31 @@ static int other_answer(const Maker *m, int text, int called) {
     Grammar *g = m->g;
     const Chat *chat = &m->m->chat;
     const int open = chat->control[0], close = chat->control[1]; /* the marks of a thought, see formats/answers.h */
-    const uint32_t white[8] = {1u << '\n', 1u << (' ' - 32)};
-    const int space = repeat_node(g, set_node(g, white), 0, 4), any = anything(g, ""), end = ends(m);
+    const int space = rule_node(g, "[ \n]{0,4}"), any = anything(g);
     const bool quiet = same(m->talk->effort, "none"), inside = chat_thinks(chat, m->talk->effort);
     int thought = NOTHING;
     if (inside && close < 0) return refuse(m, "response_format", "cannot be held to: thoughts end without a token");
     if (inside || (open >= 0 && close >= 0 && !quiet)) thought = seq_node(g, any, token_node(g, close));
-    if (!inside && thought != NOTHING) thought = optional(g, seq_node(g, token_node(g, open), thought));
-    const int said = text < 0 ? anything(g, called == NEVER ? "" : " \n{[<") : text;
-    const int final = m->force ? NEVER : seq_node(g, space, said, end);
-    return seq_node(g, thought, alt_node(g, final, seq_node(g, space, called)));
+    if (!inside && thought != NOTHING) thought = rule_node(g, "(%%)?", token_node(g, open), thought);
+    const int said = text < 0 && called != NEVER ? rule_node(g, "([^ \n{\\[<]%)?", any) : text < 0 ? any : text;
+    const int final = m->force ? NEVER : rule_node(g, "%%%", space, said, answer_end(m));
+    return rule_node(g, "%(%|%%)", thought, final, space, called);
 }
 
 static int answer(const Maker *m) {
     int text = content(m), called = NEVER;
     bool strict = m->force;
     const cJSON *tool;
-    if (!m->talk) return text < 0 ? -1 : seq_node(m->g, text, ends(m));
-    const bool harmony_format = m->m->chat.format == &harmony;
+    if (!m->talk) return text < 0 ? -1 : seq_node(m->g, text, answer_end(m));
     cJSON_ArrayForEach(tool, tools_of(m->talk)) strict |= is_strict(tool);
     if (m->e->code || (text < 0 && !strict)) return -1;
-    if (tools_of(m->talk)) called = calls(m, harmony_format);
-    return harmony_format ? harmony_answer(m, text, called) : other_answer(m, text, called);
+    if (tools_of(m->talk)) called = calls(m);
+    return m->m->chat.format == &harmony ? harmony_answer(m, text, called) : other_answer(m, text, called);
 }
 
 /* ---- rules ---- */
 
-/* Finds the rule with this key, and moves it to the front. The caller holds the lock. */
+/* Finds the rule with this key, and moves it to the front. The caller holds the lock, here and below. */
 static Rule *find_rule(const char *key) {
     for (Rule **at = &kept.rules, *r; (r = *at); at = &r->next) {
         if (strcmp(r->key, key)) continue;
@@ -281,45 +264,46 @@ static Rule *find_rule(const char *key) {
     return NULL;
 }
 
-static void let_go(Rule *r) {
-    if (--r->users) return;
+static void forget(Rule *r) {
     grammar_close(&r->g);
     free(r->key), free(r);
 }
 
+/* Puts a rule in front. Of those that nobody uses the last ones of too many go, and any that has grown too large. */
+static void add_rule(Rule *r) {
+    int n = 0;
+    r->next = kept.rules, kept.rules = r;
+    for (Rule **at = &kept.rules, *each; (each = *at);) {
+        const bool stays = n++ < MOST_RULES || each->users;
+        if (stays && (each->users || each->g.nodes <= MOST_STATES)) {
+            at = &each->next;
+        } else {
+            *at = each->next;
+            forget(each);
+        }
+    }
+}
+
 static void drop(Rule *r) {
-    if (!r) return;
     pthread_mutex_lock(&kept.lock);
-    let_go(r);
+    r->users--;
     pthread_mutex_unlock(&kept.lock);
 }
 
-/* Puts a rule in front; the last one of too many goes, and any that has grown too large. */
-static void add_rule(Rule *r) {
-    int n = 0;
-    r->next = kept.rules, kept.rules = r, r->users++;
-    for (Rule **at = &kept.rules, *each; (each = *at);) {
-        const bool goes = n++ == MOST_RULES || each->g.state.begin.n > MOST_STATES;
-        if (!goes) at = &each->next;
-        if (goes) *at = each->next, let_go(each);
-    }
-}
-
-/* All of a request that a rule depends on. */
+/* All of a request that a rule depends on, or NULL: nothing. */
 static char *key_of(const Maker *m) {
-    static const char *const fields[] = {"response_format", "guided_json",        "guided_regex",
-                                         "guided_choice",   "structured_outputs", "tools"};
-    LocalBytes key = {0};
-    bool any = m->force;
-    for (int i = 0; i < 6; i++) {
-        const cJSON *value = json_get(i == 5 && m->talk ? m->talk->request : m->request, fields[i]);
-        LocalText text = value ? json_text(value) : NULL;
-        any |= value != NULL;
-        bytes_print(&key, "%s\n", text ? text : "");
-    }
+    static const char fields[] = "response_format guided_json guided_regex guided_choice structured_outputs";
     const bool thinks = m->talk && !same(m->talk->effort, "none");
-    bytes_print(&key, "%d%d%d%s", m->talk != NULL, m->force, thinks, m->name ? m->name : "");
-    return any ? copy_text(key.data, key.n) : NULL;
+    const cJSON *tools = m->talk ? tools_of(m->talk) : NULL, *each;
+    LocalBytes key = {0};
+    cJSON_ArrayForEach(each, m->request) {
+        LocalText text = text_listed(fields, each->string) ? json_text(each) : NULL;
+        if (text) bytes_print(&key, "%s %s\n", each->string, text);
+    }
+    LocalText text = tools ? json_text(tools) : NULL;
+    if (!text && !key.n && !m->force) return NULL;
+    return text_print("%s%s\n%d%d%d%s", key.n ? key.data : "", text ? text : "", m->talk != NULL, m->force, thinks,
+                      m->name ? m->name : "");
 }
 
 static void open_words(const Session *m) {
@@ -337,6 +321,8 @@ static Rule *make(const Session *m, const cJSON *request, const Conversation *ta
     e->code = 0;
     LocalText key = key_of(&maker);
     if (!key) return NULL;
+    if (strlen(key) > MOST_TEXT)
+        return refuse(&maker, "response_format", "and tools have more than 1,000,000 bytes"), NULL;
     pthread_mutex_lock(&kept.lock);
     open_words(m);
     Rule *r = find_rule(key);
@@ -347,8 +333,8 @@ static Rule *make(const Session *m, const cJSON *request, const Conversation *ta
     grammar_open(&r->g);
     const int node = answer(&maker);
     if (!e->code && node >= 0 && !grammar_settle(&r->g, node)) refuse(&maker, "response_format", "allows no answer");
-    if (e->code || node < 0) return drop(r), NULL;
-    r->start = state_start(&r->g, node);
+    if (e->code || node < 0) return forget(r), NULL;
+    r->start = node;
     prepare_masks(&r->g, kept.words);
     state_tokens(&r->g, kept.words, r->start);
     pthread_mutex_lock(&kept.lock);
@@ -400,7 +386,7 @@ static void begin_to_keep(Rule *r, Stream *s, size_t begin) {
 /* May the text end here, or has it ended? Control tokens come only behind what must be whole. */
 static bool whole(Stream *s) {
     const int state = state_now(s);
-    return !state || s->rule->g.of[state].ends || state_step(&s->rule->g, state, CONTROL);
+    return !state || ends(&s->rule->g, state) || state_step(&s->rule->g, state, CONTROL);
 }
 
 static bool keep_file(const char *path, const Session *m, const Conversation *talk, Stream *s, Error *e) {

@@ -26,11 +26,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
         if (json) node = schema_node(&g, json, "schema", &e);
         assert(node >= 0 || *e.text);
     }
-    int state = node < 0 ? DEAD : state_start(&g, node);
-    for (const uint8_t *s = end + 1; s < data + n && state && g.state.begin.n < 100000; s++) {
+    int state = node < 0 ? NEVER : node;
+    for (const uint8_t *s = end + 1; s < data + n && state && g.nodes < 100000; s++) {
         bool more = false;
         for (int byte = 0; byte < 256 && !more; byte++) more = state_step(&g, state, (unsigned char)byte);
-        assert(more || g.of[state].ends);
+        assert(more || ends(&g, state));
         const int forced = state_forced(&g, state);
         assert(forced < 0 || state_step(&g, state, (unsigned char)forced));
         state = state_step(&g, state, *s);

@@ -16,7 +16,8 @@ static uint32_t chance(uint32_t n) {
     return (uint32_t)(seed >> 33) % n;
 }
 
-/* Adds a random byte that may come; those that end something are likelier, and the more so the longer the text is. */
+/* Adds a random byte that may come; those that end something are likelier, and the more so the longer the text is. Not
+ * they alone: in a string they are letters. */
 static int add_byte(Grammar *g, int state, Bytes *out) {
     int byte[256], n = 0, ends[256], closing = 0;
     for (int b = 0; b < 256; b++) {
@@ -24,8 +25,8 @@ static int add_byte(Grammar *g, int state, Bytes *out) {
         byte[n++] = b;
         if (strchr("\"]}", b) && b) ends[closing++] = b;
     }
-    if (!n) return DEAD;
-    const bool closes = closing && chance(100) < 10 + out->n / 8;
+    if (!n) return NEVER;
+    const bool closes = closing && chance(100) < (out->n < 400 ? 10 + out->n / 8 : 60);
     const char next = (char)(closes ? ends[chance((uint32_t)closing)] : byte[chance((uint32_t)n)]);
     bytes_add(out, &next, 1);
     return state_step(g, state, (unsigned char)next);
@@ -46,9 +47,9 @@ static int add_token(Grammar *g, int state, Bytes *out) {
 
 static void sample(Grammar *g, int state, Bytes *out) {
     bytes_text(out, "");
-    while (state && !(g->of[state].ends && !chance(2)) && out->n < 100000)
+    while (state && !(ends(g, state) && !chance(2)) && out->n < 100000)
         state = words ? add_token(g, state, out) : add_byte(g, state, out);
-    if (!g->of[state].ends && out->n >= 100000) out->n = 0; /* none */
+    if (!ends(g, state) && out->n >= 100000) out->n = 0; /* none */
 }
 
 /* By tokens: each must be in the mask. SentencePiece's first one has a space that the text has not. */
@@ -64,7 +65,7 @@ static bool accepts(Grammar *g, int state, const char *text) {
         if (!space && !(row[ids.data[i] / 32] >> ids.data[i] % 32 & 1)) return false;
         state = state_run(g, state, token.data + space, token.n - space);
     }
-    return g->of[state].ends;
+    return ends(g, state);
 }
 
 static cJSON *answer(const cJSON *request) {
@@ -83,10 +84,10 @@ static cJSON *answer(const cJSON *request) {
     } else {
         cJSON *accepted = cJSON_AddArrayToObject(out, "accepts"), *samples = cJSON_AddArrayToObject(out, "samples");
         cJSON_ArrayForEach(each, json_get(request, "texts"))
-            cJSON_AddItemToArray(accepted, cJSON_CreateBool(accepts(&g, state_start(&g, node), each->valuestring)));
+            cJSON_AddItemToArray(accepted, cJSON_CreateBool(accepts(&g, node, each->valuestring)));
         for (int i = 0; i < (int)cJSON_GetNumberValue(json_get(request, "samples")); i++) {
             LocalBytes text = {0};
-            sample(&g, state_start(&g, node), &text);
+            sample(&g, node, &text);
             if (text.n) cJSON_AddItemToArray(samples, json_from_text(text.data, text.n));
         }
     }
