@@ -52,7 +52,7 @@ def check(made, samples, tokenizer=()):
         found += [(schema, text) for text in answer["samples"]]
     for (schema, text), ok in zip(found, valid(found)):
         expect(ok, f"{text[:300]} was written: {json.dumps(schema)}")
-    expect(len(found) >= samples * len(made) * 0.9, f"only {len(found)} texts")
+    expect(len(found) == samples * len(made), f"only {len(found)} texts ended")
 
 
 def random_schemas(n, texts):
@@ -62,7 +62,7 @@ def random_schemas(n, texts):
     made = [(schema, [schemas.written(r, v) for v in (make(r) for _ in range(texts)) if v is not None]) for schema, make in made]
     right = iter(valid([(schema, text) for schema, given in made for text in given]))
     made = [(schema, [text for text in given if next(right)]) for schema, given in made]
-    expect(sum(len(given) for _, given in made) >= 0.6 * n * texts - 3, "too few values")
+    expect(sum(len(given) for _, given in made) > 0.75 * n * texts - 2, "too few values")
     return made
 
 
@@ -93,19 +93,30 @@ def complete(s, body, path="/v1/completions"):
     return choice.get("text") or choice["message"]["content"], choice["finish_reason"]
 
 
-def test_answers_satisfy_random_schemas():
-    """At temperature 1: what a random model ends satisfies the schema, what it does not end says `length`."""
+def satisfied(s, made, least):
+    """Asks for an answer to each schema at temperature 1. What the model ends satisfies it; at least so many end."""
+    def ask(i):
+        return complete(s, {"prompt": "x", "guided_json": made[i][0], "seed": i, "temperature": 1, "max_tokens": 150})
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, range(len(made))))
+    expect(all(finish in ("stop", "length") for _, finish in answers), answers)
+    ended = [(schema, text) for (schema, _), (text, finish) in zip(made, answers) if finish == "stop"]
+    expect(len(ended) >= least, f"only {len(ended)} ended")
+    for (schema, text), ok in zip(ended, valid(ended)):
+        expect(ok, f"{text} for {json.dumps(schema)}")
+
+
+def test_answers_of_tiny_satisfy_random_schemas():
     needs("serve")
-    made = [(schema, i) for i, (schema, _) in enumerate(random_schemas(60, 1))]
+    with Server(TESTS.parent / "models" / "tiny", program=helpers.PLAIN) as s:
+        satisfied(s, random_schemas(30, 1), 8)
+
+
+def test_answers_satisfy_random_schemas():
+    """Of a model of random weights."""
+    needs("serve")
     with Server(PARROT) as s:
-        def ask(pair):
-            return pair[0], *complete(s, {"prompt": "x", "guided_json": pair[0], "seed": pair[1], "max_tokens": 150})
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(ask, made))
-        ended = [(schema, text) for schema, text, finish in answers if finish == "stop"]
-        expect(len(ended) >= 20, f"only {len(ended)} ended")
-        for (schema, text), ok in zip(ended, valid(ended)):
-            expect(ok, f"{text} for {json.dumps(schema)}")
+        satisfied(s, random_schemas(60, 1), 20)
         schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}, "b": {"enum": ["long words are forced"]}},
                   "required": ["a", "b"]}
         body = {"prompt": "x", "guided_json": schema, "seed": 5, "max_tokens": 80}
