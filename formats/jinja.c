@@ -512,9 +512,8 @@ typedef Value Builtin(Work *w, const char *how, const Value *a, size_t n);
 
 /* Expressions: a CALL is of run or, without it, a or, without that, value, each with the arguments in list; CHOICE: b
  * if a else c; WRITTEN: the text that list writes; MACRO: a function with parameters a, which are variables with their
- * defaults in a, and the body list. Statements: WRITE a; IF a: list, else c; FOR a in b if d: list, else c; SET a = b;
- * SCOPE: list in a scope of its own; RETURN a. For the prelude: EACH is an
- * expression, the list of what the statement YIELD a gives in a FOR. */
+ * defaults in a, and the body list; EACH, in the prelude: the list of what YIELD a gives in a loop. Statements: WRITE
+ * a; IF a: list, else c; FOR a in b if d: list, else c; SET a = b; SCOPE: list in a scope of its own; RETURN a. */
 enum { CONSTANT, VARIABLE, CALL, AND, OR, CHOICE, WRITTEN, MACRO, EACH };
 enum { WRITE = EACH + 1, IF, FOR, SET, SCOPE, BREAK, CONTINUE, RETURN, YIELD };
 
@@ -631,16 +630,15 @@ static bool skip(Parser *p, const char *text) {
     return there;
 }
 
-static bool expect(Parser *p, bool there, const char *expected) {
+static void need(Parser *p, bool there, const char *expected) {
     if (!there && p->kind == END) wrong(p->w, "the template ends where %s should stand", expected);
     if (!there) wrong(p->w, "'%.40s' stands where %s should stand", p->token, expected);
-    return true;
 }
 
-static void take_token(Parser *p, const char *text) { expect(p, skip(p, text), text); }
+static void expect(Parser *p, const char *text) { need(p, skip(p, text), text); }
 
 static Value take_name(Parser *p) {
-    expect(p, p->kind == NAME, "a name");
+    need(p, p->kind == NAME, "a name");
     const Value name = text(p->w, p->token);
     next(p);
     return name;
@@ -683,7 +681,7 @@ static Node *parse_expression(Parser *p);
 static Node *parse_or(Parser *p);
 static Node *parse_unary(Parser *p);
 static Node *parse_list(Parser *p, Node *(*parse)(Parser *p));
-static Builtin arithmetic, concatenate, ordered, negated, signed_, attribute, item, slice, sequence, mapping;
+static Builtin arithmetic, concatenate, ordered, negated, with_sign, attribute, item, slice, sequence, mapping;
 
 /* The character that an escape has as `digits` digits at *s, which moves behind them. */
 static Char parse_code(Parser *p, const char **s, size_t digits, int base) {
@@ -738,7 +736,7 @@ static Node *parse_target(Parser *p);
 /* What stands behind `for`. */
 static Node *parse_loop(Parser *p, int type) {
     Node *node = new_node(p, type, parse_list(p, parse_target), NULL);
-    take_token(p, "in");
+    expect(p, "in");
     node->b = parse_list(p, parse_or);
     if (skip(p, "if")) node->d = parse_expression(p);
     if (is(p, "recursive")) wrong(p->w, "recursive loops are not supported");
@@ -761,15 +759,15 @@ static Node *parse_items(Parser *p, Node *node, const char *close) {
         if (p->prelude && *close == ']' && skip(p, "for")) {
             node = parse_loop(p, EACH);
             node->list = new_node(p, YIELD, value, NULL);
-            expect(p, is(p, close), close);
+            need(p, is(p, close), close);
             continue;
         }
         add(p, node, name, value);
         if (*close == '}') {
-            take_token(p, ":");
+            expect(p, ":");
             add(p, node, none, parse_expression(p));
         }
-        if (!is(p, close)) take_token(p, ",");
+        if (!is(p, close)) expect(p, ",");
     }
     return node;
 }
@@ -781,7 +779,7 @@ static Node *parse_subscript(Parser *p, Node *of) {
         node->run = slice;
         add(p, node, none, is(p, ":") || is(p, "]") ? nothing : parse_expression(p));
     }
-    take_token(p, "]");
+    expect(p, "]");
     return node;
 }
 
@@ -850,15 +848,15 @@ static Node *parse_primary(Parser *p) {
     if (p->kind == NUMBER) return parse_number(p);
     if (skip(p, "[")) return parse_items(p, operation(p, sequence, "list", NULL, NULL), "]");
     if (skip(p, "{")) return parse_items(p, operation(p, mapping, "", NULL, NULL), "}");
-    expect(p, skip(p, "("), "an expression");
+    need(p, skip(p, "("), "an expression");
     Node *node = is(p, ")") ? operation(p, sequence, "tuple", NULL, NULL) : parse_list(p, parse_expression);
-    take_token(p, ")");
+    expect(p, ")");
     return node;
 }
 
 static Node *parse_unary(Parser *p) {
     const bool minus = is(p, "-"), sign = skip(p, "-") || skip(p, "+");
-    Node *node = sign ? operation(p, signed_, minus ? "-" : "+", parse_unary(p), NULL) : parse_primary(p);
+    Node *node = sign ? operation(p, with_sign, minus ? "-" : "+", parse_unary(p), NULL) : parse_primary(p);
     return parse_postfix(p, node);
 }
 
@@ -877,7 +875,7 @@ static Node *parse_operators(Parser *p, int least) {
         if (level < least || level == LEVELS) break;
         const char *name = is(p, "not") ? "not in" : p->token;
         next(p);
-        if (*name == 'n') take_token(p, "in");
+        if (*name == 'n') expect(p, "in");
         Node *left = level == COMPARISON && before == COMPARISON ? right : node;
         right = parse_operators(p, level + 1);
         Builtin *run = level == COMPARISON ? ordered : *name == '~' ? concatenate : arithmetic;
@@ -916,11 +914,11 @@ static Node *parse_list(Parser *p, Node *(*parse)(Parser *p)) {
 static Node *parse_target(Parser *p) {
     if (skip(p, "(")) {
         Node *node = parse_list(p, parse_target);
-        take_token(p, ")");
+        expect(p, ")");
         return node;
     }
     Node *node = parse_name(p);
-    expect(p, node->type == VARIABLE, "a variable");
+    need(p, node->type == VARIABLE, "a variable");
     return skip(p, ".") ? operation(p, attribute, "", node, constant(p, take_name(p))) : node;
 }
 
@@ -974,7 +972,7 @@ static Node *parse_tag(Parser *p, const char *end) {
         next(p);
         if (*end && !prints && (is(p, end) || is(p, "else") || is(p, "elif"))) return NULL;
         node = prints ? new_node(p, WRITE, parse_list(p, parse_expression), NULL) : parse_statement(p);
-        expect(p, p->kind == CLOSE, p->close);
+        need(p, p->kind == CLOSE, p->close);
     }
     return node;
 }
@@ -994,22 +992,22 @@ static Node *parse_body(Parser *p, const char *end) {
 
 /* The end of a block's first tag, its body, and the word that ends it. */
 static Node *parse_block(Parser *p, const char *end) {
-    expect(p, p->kind == CLOSE, p->close);
+    need(p, p->kind == CLOSE, p->close);
     Node *list = parse_body(p, end);
-    take_token(p, end);
+    expect(p, end);
     return list;
 }
 
 /* The same for if and for, with what they have behind elif or else. */
 static Node *parse_branches(Parser *p, Node *node, const char *end) {
-    expect(p, p->kind == CLOSE, p->close);
+    need(p, p->kind == CLOSE, p->close);
     node->list = parse_body(p, end);
     if (node->type == IF && skip(p, "elif")) {
         node->c = parse_branches(p, new_node(p, IF, parse_list(p, parse_or), NULL), end);
     } else if (skip(p, "else")) {
         node->c = parse_block(p, end);
     } else {
-        take_token(p, end);
+        expect(p, end);
     }
     return node;
 }
@@ -1026,9 +1024,9 @@ static Node *parse_scope(Parser *p, const char *end) {
     Node *node = new_node(p, SCOPE, NULL, NULL);
     while (p->kind != CLOSE) {
         Node *set = append(p, &node->list, new_node(p, SET, parse_target(p), NULL));
-        take_token(p, "=");
+        expect(p, "=");
         set->b = parse_expression(p);
-        if (p->kind != CLOSE) take_token(p, ",");
+        if (p->kind != CLOSE) expect(p, ",");
     }
     append(p, &node->list, parse_block(p, end));
     return node;
@@ -1037,11 +1035,11 @@ static Node *parse_scope(Parser *p, const char *end) {
 /* Parameters in brackets. */
 static Node *parse_parameters(Parser *p) {
     Node *list = NULL;
-    for (take_token(p, "("); !skip(p, ")");) {
+    for (expect(p, "("); !skip(p, ")");) {
         Node *each = append(p, &list, new_node(p, VARIABLE, NULL, NULL));
         each->value = take_name(p);
         if (skip(p, "=")) each->a = parse_expression(p);
-        if (!is(p, ")")) take_token(p, ",");
+        if (!is(p, ")")) expect(p, ",");
     }
     return list;
 }
@@ -1060,7 +1058,7 @@ static void parse_function(Parser *p, Node *macro, const char *end) {
 /* {% call(parameters) f(arguments) %}: f gets a macro as the further argument caller. */
 static Node *parse_call(Parser *p) {
     Node *macro = new_node(p, MACRO, is(p, "(") ? parse_parameters(p) : NULL, NULL), *node = parse_unary(p);
-    expect(p, node->type == CALL, "a call");
+    need(p, node->type == CALL, "a call");
     macro->value = text(p->w, "caller");
     parse_function(p, macro, "endcall");
     add(p, node, macro->value, macro);
@@ -1151,7 +1149,8 @@ static void bind(Work *w, const Function *f, Scope *scope, const List *values, L
             memmove(given - 1, given + 1, (size_t)(named->item + named->n - (given - 1)) * sizeof v);
         } else if (used < values->n && !is_text(each->value, "caller")) {
             v = values->item[used++];
-        } else if (each->a) {
+        } else if (each->a) { /* which does not see a variable of this name outside */
+            map_set(w, &scope->names, each->value, v);
             v = eval(w, scope, each->a);
         } else if (f->strict) {
             wrong(w, "%s() lacks an argument", f->name);
@@ -1338,20 +1337,22 @@ static Value joined(Work *w, const Value *a, size_t n, int64_t times) {
 }
 
 static double of_reals(char operator, double x, double y) {
+    double rest = y ? fmod(x, y) : 0; /* with the sign of y, as Python has it */
+    rest = rest == 0 ? copysign(0, y) : (rest < 0) != (y < 0) ? rest + y : rest;
     switch (operator) {
     case '+': return x + y;
     case '-': return x - y;
     case '*': return x * y;
     case '/': return x / y;
-    case '%': return x - floor(x / y) * y;
-    case 'f': return floor(x / y);
+    case '%': return rest;
+    case 'f': return rint((x - rest) / y);
     default: return pow(x, y);
     }
 }
 
 static int64_t of_wholes(Work *w, char operator, __int128 x, __int128 y) {
     __int128 z = 1, rest = y ? x % y : 0;
-    if (rest && (rest < 0) != (y < 0)) rest += y; /* as Python rounds */
+    if (rest && (rest < 0) != (y < 0)) rest += y;
     switch (operator) {
     case '+': z = x + y; break;
     case '-': z = x - y; break;
@@ -1386,7 +1387,7 @@ BUILTIN(arithmetic) {
     return v;
 }
 
-BUILTIN(signed_) {
+BUILTIN(with_sign) {
     if (!is_number(*a)) wrong(w, "a sign needs a number, not a %s", kinds[a->kind]);
     return arithmetic(w, "*", (Value[]){*a, whole(*how == '-' ? -1 : 1)}, 2);
 }
@@ -1396,6 +1397,7 @@ BUILTIN(negated) { return boolean(!truth(*a)); }
 
 static bool contains(Work *w, Value v, Value item) {
     if (v.kind == TEXT) return find(w, v, need_text(w, item), 0) != SIZE_MAX;
+    if (v.kind == MAP) check_key(w, item);
     if (v.kind == MAP) return map_find(w, v.list, item);
     const List *list = items_of(w, v);
     size_t i = 0;
@@ -1592,10 +1594,11 @@ BUILTIN(json) { /* of a[0], with the rest as Style has it */
     return text_of(&b);
 }
 
-BUILTIN(view) { /* the keys, values or items of a mapping */
-    List *list = *how == 'i' ? pairs_of(w, a->list) : new_list(w);
-    for (size_t i = *how == 'v'; *how != 'i' && i < a->list->n; i += 2) push(w, list, a->list->item[i]);
-    list->shown = *how == 'i' ? "dict_items" : *how == 'k' ? "dict_keys" : "dict_values";
+BUILTIN(view) { /* how: dict_keys, dict_values or dict_items */
+    const bool items = how[5] == 'i';
+    List *list = items ? pairs_of(w, a->list) : new_list(w);
+    for (size_t i = how[5] == 'v'; !items && i < a->list->n; i += 2) push(w, list, a->list->item[i]);
+    list->shown = how;
     return of_list(VIEW, list);
 }
 
@@ -1687,7 +1690,7 @@ static const struct {
     {to_number, "(v, default=0, base=10)", "filter_int:int"},
     {to_number, "(v, default=0.0)", "filter_float:float"},
     {method, "(v, name)", "filter_attr:"},
-    {view, "(v)", "map_items:items map_keys:keys map_values:values"},
+    {view, "(v)", "map_items:dict_items map_keys:dict_keys map_values:dict_values"},
     {get, "(v, key, default=none)", "map_get:"},
     {changed, "(loop, varargs)", "loop_changed:"},
     {ordered, "(v, other)",
@@ -1762,13 +1765,14 @@ static const char prelude[] =
     "macro map_copy(v) = v;"
     "macro loop_cycle(loop) = varargs[loop.index0 % varargs|length];"
 
-    /* text % values */
+    /* text % values; a sign that stands for itself is the text's own */
+    "macro first(v, c) = v[v.find(c):][:1];"
     "macro printed(v, values);"
     " set all = values if tuple(values) else [values];"
     " set ns = namespace(at=0, literal=true);"
     " for piece in v.split('%');"
     "  if ns.literal; write piece; set ns.literal = false;"
-    "  elif not piece and not loop.last; write '%'; set ns.literal = true;"
+    "  elif not piece and not loop.last; write first(v, '%'); set ns.literal = true;"
     "  else;"
     "   set key, rest = piece[1:].split(')', 1) if piece[:1] == '(' else (none, piece);"
     "   set tail = rest.lstrip('-+ 0#123456789.');"
@@ -1780,8 +1784,8 @@ static const char prelude[] =
     " write raise_exception('a format needs as many values') if ns.at != all|length and values is not mapping;"
     " endmacro;"
     /* text.format(): what stands outside of fields, a field's value as its part behind the colon says, all of it */
-    "macro plain(v) = raise_exception('a } stands alone') if '}' in v.replace('}}', '')"
-    " else v.replace('}}', '}').replace('\\x01', '{');"
+    "macro plain(piece, v) = raise_exception('a } stands alone') if '}' in piece.replace('}}', '')"
+    " else piece.replace('}}', first(v, '}')).replace('\\x01', first(v, '{'));"
     "macro formed(v, spec);"
     " if spec and v is not string and v is not number; return raise_exception('format() of a value without a form');"
     " endif;"
@@ -1796,7 +1800,7 @@ static const char prelude[] =
     "macro str_format(v);"
     " set ns = namespace(at=0);"
     " for piece in v.replace('{{', '\\x01').split('{');"
-    "  if loop.first; write plain(piece);"
+    "  if loop.first; write plain(piece, v);"
     "  else;"
     "   set field, rest = piece.split('}', 1);"
     "   set name, spec = (field ~ ':').split(':', 1);"
@@ -1805,7 +1809,7 @@ static const char prelude[] =
     "   set ns.at = ns.at + (0 if first else 1);"
     "   write raise_exception('format() lacks a value') if at not in kwargs and at not in range(varargs|length);"
     "   set value = path(kwargs[at] if at is string else varargs[at], name[first|length + 1:] or none);"
-    "   write formed(value, spec[:-1]) ~ plain(rest);"
+    "   write formed(value, spec[:-1]) ~ plain(rest, v);"
     "  endif;"
     " endfor; endmacro;"
 
@@ -1836,7 +1840,7 @@ static const char prelude[] =
     " default_value if v is undefined or boolean and not v else v;"
     "set filter_d = filter_default;"
     "macro filter_dictsort(v, case_sensitive=false, by='key', reverse=false) ="
-    " filter_sort(v.items(), reverse, case_sensitive, 1 if by == 'value' else 0);"
+    " [x for k, x in sorted(keyed(v.items(), 1 if by == 'value' else 0, case_sensitive), reverse)];"
     "macro filter_first(v) = (v|list)[0];"
     "macro filter_format(v) = printed(v|string, kwargs or varargs);"
     "macro filter_groupby(v, attribute, default=nothing, case_sensitive=false);"
@@ -1864,12 +1868,12 @@ static const char prelude[] =
     "macro filter_round(v, precision=0, method='common');"
     " set scale = 10 ** precision;"
     " if method == 'floor'; return v * scale // 1 / scale; endif;"
-    " if method == 'ceil'; return -(-v * scale // 1) / scale; endif;"
+    " if method == 'ceil'; return (0 - (-v * scale // 1)) / scale; endif;"
     " if precision < 0;"
     "  set x = filter_round(v / 10 ** -precision) * 10 ** -precision;"
     "  return x|int if v is integer else x;"
     " endif;"
-    " return v if v is integer else shaped('.' ~ precision, 'f', v)|float; endmacro;"
+    " return +v if v is integer or v is boolean else shaped('.' ~ precision, 'f', v)|float; endmacro;"
     "macro chosen(v, wanted, attribute, test, named);"
     " set f = builtin('is_' ~ test[0]) if test else map_copy;"
     " return stream([x for x in v or [] if (not f(path(x, attribute), *test[1:], **named)) != wanted]); endmacro;"
@@ -1886,8 +1890,7 @@ static const char prelude[] =
     "macro filter_sort(v, reverse=false, case_sensitive=false, attribute=none);"
     " set paths = attribute.split(',') if attribute is string else [attribute];"
     " set pairs = [([folded(path(x, at), case_sensitive) for at in paths], x) for x in v];"
-    " return [x for k, x in sorted(pairs if attribute is string else keyed(v, attribute, case_sensitive), reverse)];"
-    " endmacro;"
+    " return [x for k, x in sorted(pairs, reverse)]; endmacro;"
     "macro filter_sum(v, attribute=none, start=0);"
     " set ns = namespace(sum=start);"
     " for x in v; set ns.sum = ns.sum + path(x, attribute); endfor;"
@@ -1899,8 +1902,8 @@ static const char prelude[] =
     " set comma, colon = separators or (', ' if indent is none else ',', ': ');"
     " return json(v, ensure_ascii, sort_keys, comma, colon, ' ' * indent if indent is number else indent); endmacro;"
     "macro filter_truncate(v, length=255, killwords=false, end='...', leeway=none);"
-    " set cut = v[:length - end|length];"
     " if v|length <= length + (5 if leeway is none else leeway); return v; endif;"
+    " set cut = v[:length - end|length];"
     " return (cut if killwords else cut.rsplit(' ', 1)[0]) + end; endmacro;"
     "macro filter_unique(v, case_sensitive=false, attribute=none);"
     " set pairs = keyed(v, attribute, case_sensitive);"
@@ -1917,7 +1920,7 @@ static const char prelude[] =
     "  set ns.at = (ns.at + 1) % items|length;"
     "  set ns.current = items[ns.at];"
     "  return now; endmacro;"
-    " macro reset(); set ns.at = 0; set ns.current = items[0]; endmacro;"
+    " macro reset(); set ns.at = 0; set ns.current = items[0]; return none; endmacro;"
     " set ns.next, ns.reset = next, reset;"
     " return ns; endmacro;"
     "macro joiner(sep=', ');"
