@@ -226,7 +226,7 @@ check: check-format budget test notebooks ## format, size, tests, notebooks
 clean: ## removes what was built
 	rm -rf build infer infer-reference
 
-help: ## this list
+help: ## this list; V=1 shows the commands that make runs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: all reference asan test test-gpu fuzz verify install format check-format lesson-packages notebooks docs count \

@@ -503,8 +503,7 @@ bool output_open(const char *path, Error *e); /* stdout goes to this file; a fai
  * it did. */
 bool put_escape(FILE *f, const char *escape);
 /* Writes a label and a text, which may come from a model or a file, as a line or more. On a terminal no escape sequence
- * in it takes effect, and lines end between words and begin below the text's begin. style: an escape sequence, or NULL.
- */
+ * in it takes effect, lines end between words, and those that go on stand below the text. style: one, or NULL. */
 void put_text(FILE *f, const char *style, const char *label, const char *text);
 /* Prints a name and a paragraph. If the window is wide enough, the paragraph begins at `column`. */
 void print_row(FILE *f, const char *name, int column, const char *text);

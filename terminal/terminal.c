@@ -112,7 +112,8 @@ static void reading(Stream *t) {
     fflush(answers_to); /* an error may follow on stderr */
 }
 
-/* In a loop the terminal shows no keys while an answer is written, and a step may take long. */
+/* In a loop the terminal shows no keys while an answer is written. This one shows at once, because a step may take
+ * long. */
 static void on_interrupt(int number) {
     if (waiting && !interrupted && write(STDOUT_FILENO, "^C", 2) < 0) {}
     interrupted = number;
