@@ -65,26 +65,13 @@ const Command *const commands[] = {&play,
 #endif
                                    &tokenize, &detokenize, &render,  &parse,  NULL};
 
-extern int list_choose(const Models *here);
-#ifdef ROOM_commands
+/* One of a kind; NULL where its room is not there. */
+#define IF_THERE __attribute__((weak))
+extern int list_choose(const Models *here) IF_THERE;
+extern const Keeping json_keeping IF_THERE;
+extern const Terminal libedit_terminal IF_THERE;
+extern const Hints user_hints IF_THERE;
 int (*const choose)(const Models *here) = list_choose;
-#else
-int (*const choose)(const Models *here) = NULL;
-#endif
-
-#ifdef ROOM_json
-extern const Keeping json_keeping;
 const Keeping *const keeping = &json_keeping;
-#else
-const Keeping *const keeping = NULL;
-#endif
-
-#ifdef ROOM_terminal
-extern const Terminal libedit_terminal;
-extern const Hints user_hints;
 const Terminal *const terminal = &libedit_terminal;
 const Hints *const hints = &user_hints;
-#else
-const Terminal *const terminal = NULL;
-const Hints *const hints = NULL;
-#endif
