@@ -190,8 +190,8 @@ docs: lesson-packages ## renders README and the notebooks, below build/docs
 # Three rings: what a learner reads first, the core, everything. Deleting is welcome; whoever needs more raises the ring here.
 LEARNER     = $(wildcard infer.h infer.c tokenizer.c sampling.h infer.cu)
 ROOT        = $(wildcard *.c *.h *.cu *.cuh)
-MAX_LEARNER = 4440
-MAX_ROOT    = 9091
+MAX_LEARNER = 4425
+MAX_ROOT    = 9080
 MAX_LINES   = 23330
 MAX_ENTRIES = 36
 count: ## lines of each file

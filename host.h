@@ -547,10 +547,14 @@ typedef struct {                                       /* of terminal/ */
     void (*answering)(bool on, bool loop);             /* an answer begins to be written, or has ended */
     void (*leave)(void);                               /* before the process ends inside the loop */
     void (*wrap)(Wrap *w, const char *text, size_t n); /* writes text that is safe for a terminal */
-    void (*refuse)(Play *p, Error *e);                 /* takes the question back that the context has no room for */
+    /* What to do in a full context; a question without any answer is taken back. */
+    void (*full)(Play *p, bool answered, Error *e);
+    const char *(*cure)(bool limit); /* what to do without an answer. limit: it met the one of tokens */
     /* Has the model an effort to choose, and is this a date? Both or NULL. USAGE. */
     bool (*settings)(const Session *s, const char *effort, const char *date, Error *e);
-    int (*ask)(const char *question);                           /* 'y', 'n' or, if nobody is there, 0 */
+    void (*row)(FILE *f, const char *name, int column, const char *text); /* as print_row() */
+    int (*ask)(const char *question);                                     /* 'y', 'n' or, if nobody is there, 0 */
+    void (*fit)(FILE *f, Bytes *line); /* leaves of "a · b · c" what the window has room for, less a column */
     void (*bar)(FILE *f, int cells, const double *part, int n); /* n parts of a whole of 1, at most 3 */
     /* Draws a line in place: how much is done, 0 to 1, and of what. */
     void (*progress)(FILE *f, double done, const char *what);

@@ -354,11 +354,8 @@ static cJSON *safetensors_header(const Tensors *t, int i, size_t *data, size_t *
     return json_parse(text, header, path, e);
 }
 
-/* In models of texts and pictures this stands in the names of the text's tensors, first or behind "model.". read_file()
- * leaves it out, so that all models name these tensors alike. */
-#define NESTED "language_model."
-
-/* Reads file i of a model. */
+/* Reads file i of a model. In models of texts and pictures the names of the text's tensors have "language_model.",
+ * first or behind "model.": that is left out, so that all models name these tensors alike. */
 static bool read_file(Tensors *t, int i, Error *e) {
     TensorFile *f = t->file + i;
     size_t data = 0, align = 1;
@@ -372,9 +369,9 @@ static bool read_file(Tensors *t, int i, Error *e) {
         if (!strcmp(entry->string, "__metadata__") && cJSON_IsObject(entry)) continue;
         t->tensor[t->n] = (Tensor){.file = i};
         if (!read_entry(f, data, entry, t->tensor + t->n, e)) return false;
-        char *name = t->tensor[t->n++].name, *inner = strncmp(name, "model.", 6) ? name : name + 6;
-        if (!strncmp(inner, NESTED, strlen(NESTED)))
-            memmove(inner, inner + strlen(NESTED), strlen(inner + strlen(NESTED)) + 1);
+        char *name = t->tensor[t->n++].name, *inner = name + begins(name, "model.");
+        const char *rest = inner + begins(inner, "language_model.");
+        memmove(inner, rest, strlen(rest) + 1);
     }
     if (!i) t->metadata = cJSON_DetachItemFromObjectCaseSensitive(json, "__metadata__");
     if (t->n > first) qsort(t->tensor + first, (size_t)(t->n - first), sizeof *t->tensor, by_offset);
@@ -1026,15 +1023,9 @@ void die(const Error *e) {
 }
 
 void print_row(FILE *f, const char *name, int column, const char *text) {
-    int width = isatty(fileno(f)) ? columns(f) : 100;
-    if (width <= 2 * column) {
-        fprintf(f, "%s\n", name);
-        name = "", text += strspn(text, " "), column = 6;
-    }
-    Wrap w = {.f = f, .width = width, .indent = column, .column = column};
+    if (terminal) return terminal->row(f, name, column, text);
     fprintf(f, "%-*s", column, name);
-    wrap_text(&w, text, strlen(text));
-    wrap_end(&w);
+    put_text(f, NULL, "", text);
 }
 
 static void print_help(const Command *c) {
@@ -1265,11 +1256,10 @@ static bool keep_answer(Answer *a, Error *e) {
     Play *p = a->p;
     Message *last = a->reader.messages ? a->reader.message + a->reader.messages - 1 : NULL;
     Part part = last ? message_part(last) : REASONING;
-    const char *at = part == CALL ? "calling a tool" : "thinking",
-               *cure = p->loop && terminal ? "; /retry tries again" : "";
+    const bool limit = !strcmp(a->reason, "token limit");
+    const char *at = part == CALL ? "calling a tool" : "thinking", *cure = limit ? ": --max-tokens raises it" : "";
+    if (p->loop && terminal) cure = terminal->cure(limit);
     if (!p->chat) return conversation_add(&p->talk, "assistant", NULL, a->text.data, a->text.n);
-    if (!strcmp(a->reason, "token limit"))
-        cure = p->loop && terminal ? ": /set max-tokens raises it" : ": --max-tokens raises it";
     if (part == REASONING || (part == CALL && (!p->loop || strcmp(a->reason, "tool call"))))
         return fail(e, interrupted ? INTERRUPTED : FAILED, "no answer: ended while %s (%s)%s", at, a->reason, cure);
     if (part == ANSWER && !strcmp(a->reason, "stop text")) /* the conversation keeps what was shown */
@@ -1303,13 +1293,12 @@ static double speed(const Answer *a) {
     return time > 0 ? (double)(a->tokens > 1 ? a->tokens - 1 : a->tokens) / time : 0;
 }
 
-/* A line with as much as the window has room for, the most important first. */
+/* A line, the most important first. */
 static void print_statistics(const Answer *a, FILE *f) {
     const Play *p = a->p;
     const Engine *g = &p->m.engine;
     LocalBytes line = {0};
     const size_t prompt = a->stream.prompt;
-    size_t end = 0; /* of the last fact that fits */
     double read = (double)step_bytes(g->model, g->model->top_k, 1, (int)(prompt + a->tokens / 2)) * speed(a);
     bytes_print(&line, "[%.1f tokens/s · %zu token%s", speed(a), a->tokens, a->tokens == 1 ? "" : "s");
     if (strcmp(a->reason, "end")) bytes_print(&line, " · %s", a->reason);
@@ -1318,10 +1307,7 @@ static void print_statistics(const Answer *a, FILE *f) {
     bytes_print(&line, " · first in %.0f ms · prompt %zu, %zu from the cache", a->first * 1e3, prompt,
                 a->stream.reused);
     bytes_print(&line, " · seed %llu", (unsigned long long)a->stream.sampling.seed);
-    for (size_t i = 0, column = 1; i < line.n && isatty(fileno(f)); column += (line.data[i++] & 0xC0) != 0x80) {
-        if (!strncmp(line.data + i, " · ", 4)) end = i;
-        if (column == (size_t)columns(f)) line.n = end; /* a column is left for the bracket */
-    }
+    if (terminal) terminal->fit(f, &line);
     bytes_text(&line, "]");
     put_text(f, FAINT, "", line.data);
 }
@@ -1345,12 +1331,11 @@ int converse(Play *p) {
     if (terminal) terminal->answering(false, p->loop);
     if (a.reason && given.json) print_answer_json(&a);
     if (a.reason && !p->m.quiet) print_statistics(&a, p->loop ? stdout : stderr);
-    if (p->loop && terminal && !a.reason && e.code == NO_ROOM)
-        terminal->refuse(p, &e);
-    else if (p->loop && (e.code == NO_ROOM || (a.reason && !strcmp(a.reason, "context full"))))
-        ok = fail(&e, NO_ROOM, "the context of %s tokens is full: %sinfer play --ctx chooses a larger one",
-                  COUNT((uint64_t)p->m.engine.context),
-                  terminal ? "/undo takes the last question back, /clear begins anew, " : "");
+    const bool full = p->loop && (e.code == NO_ROOM || same(a.reason, "context full"));
+    if (full)
+        ok = fail(&e, NO_ROOM, "the context of %s tokens is full: infer play --ctx chooses a larger one",
+                  COUNT((uint64_t)p->m.engine.context));
+    if (full && terminal) terminal->full(p, a.reason, &e);
     if (!ok && (!p->loop || e.code == GPU_FAULT)) {
         if (p->loop && terminal) terminal->leave();
         die(&e);

@@ -51,6 +51,26 @@ static void wrap(Wrap *w, const char *text, size_t n) {
     }
 }
 
+static void row(FILE *f, const char *name, int column, const char *text) {
+    int width = isatty(fileno(f)) ? columns(f) : 100;
+    if (width <= 2 * column) {
+        fprintf(f, "%s\n", name);
+        name = "", text += strspn(text, " "), column = 6;
+    }
+    Wrap w = {.f = f, .width = width, .indent = column, .column = column};
+    fprintf(f, "%-*s", column, name);
+    wrap_text(&w, text, strlen(text));
+    wrap_end(&w);
+}
+
+static void fit(FILE *f, Bytes *line) {
+    size_t end = 0; /* of the last part that fits */
+    for (size_t i = 0, column = 1; i < line->n && isatty(fileno(f)); column += (line->data[i++] & 0xC0) != 0x80) {
+        if (begins(line->data + i, " · ")) end = i;
+        if (column == (size_t)columns(f)) line->n = end;
+    }
+}
+
 static void bar(FILE *f, int cells, const double *part, int n) {
     static const char *const glyph[] = {"█", "▓", "▒"};
     for (int i = 0, k = 0; i < cells; i++) {
@@ -526,11 +546,19 @@ static bool run_slash(Play *p, char *line, Error *e) {
     return true;
 }
 
-/* Takes back the question that leaves no room in the context. */
-static void refuse(Play *p, Error *e) {
+static const char *cure(bool limit) { return limit ? ": /set max-tokens raises it" : "; /retry tries again"; }
+
+static void full(Play *p, bool answered, Error *e) {
     const size_t context = (size_t)p->m.engine.context;
     LocalIds with = {0};
     LocalIds rest = {0};
+    if (answered) {
+        fail(e, NO_ROOM,
+             "the context of %s tokens is full: /undo takes the last question back, /clear begins anew, infer play "
+             "--ctx chooses a larger one",
+             COUNT(context));
+        return;
+    }
     make_prompt(p, &with, e);
     conversation_cut(&p->talk, p->talk.messages - 1);
     make_prompt(p, &rest, e);
@@ -567,5 +595,5 @@ static int play_loop(Play *p) {
     return DONE;
 }
 
-const Terminal libedit_terminal = {play_loop, set_answering, leave,    wrap,    refuse, check_settings,
-                                   ask,       bar,           progress, loading, reading};
+const Terminal libedit_terminal = {play_loop, set_answering, leave, wrap, full,     cure,    check_settings,
+                                   row,       ask,           fit,   bar,  progress, loading, reading};
