@@ -320,7 +320,9 @@ class Terminal:
 
     def read(self, seconds):
         """Reads what is there. False at the end of the program's output."""
-        if not select.select([self.main], [], [], seconds)[0]:
+        poll = select.poll()  # select() takes descriptors below 1024 only
+        poll.register(self.main, select.POLLIN)
+        if not poll.poll(seconds * 1000):
             return True
         try:
             more = os.read(self.main, 1 << 16)

@@ -2,6 +2,7 @@
 import http.client
 import json
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -369,9 +370,9 @@ def test_large_bodies():
         same(s.ask("GET", "/health"), {"status": "ok"})
 
 
-def half_sent(server, n):
+def half_sent(server, n, address="127.0.0.1"):
     """A connection with the first n bytes of a body of 16 MB."""
-    s = socket.create_connection(("127.0.0.1", server.port), timeout=patience(60))
+    s = socket.create_connection(("127.0.0.1", server.port), timeout=patience(60), source_address=(address, 0))
     s.sendall(REQUEST + b"Content-Length: %d\r\n\r\n" % (16 << 20) + b" " * n)
     return s
 
@@ -403,6 +404,30 @@ def test_large_bodies_take_turns():
         same([tokenized("127.0.0.2") for _ in range(3)], [200] * 3)
         for client in unread:
             client.close()
+
+
+def test_every_connection_is_at_work():
+    """None can be closed to make room: who comes then gets 503, and /health answers."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    text = json.dumps({"prompt": "x " * (1 << 20)}).encode()
+    with Server(PARROT, "--streams", 1, "--queue", 0, program=PLAIN) as s:
+        clients = [socket.create_connection(("127.0.0.1", s.port), timeout=patience(60)) for _ in range(4)]
+        for client in clients:  # they do not read their replies, and so keep the memory for bodies
+            client.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (16 << 20, text.ljust(16 << 20)))
+
+        def refuses():
+            status, headers, body = asked(s, "POST", TEXT, {"prompt": [1], "max_tokens": 1}, "127.0.0.9")
+            clients.append(half_sent(s, 70000, f"127.0.0.{2 + len(clients) % 5}"))
+            return status == 503 and "retry-after" in headers and b"the server has 1" in body
+        while len(clients) < 4 * 257:
+            clients.append(half_sent(s, 70000, f"127.0.0.{2 + len(clients) % 5}"))
+        until(refuses, "refused")
+        same(s.ask("GET", "/health"), {"status": "ok"})
+        for client in clients:
+            client.close()
+        s.wait(lambda: s.metric("connections") < 5, "closed")
+        s.post(TEXT, {"prompt": [1], "max_tokens": 1})
 
 
 def test_a_body_that_nothing_reads():
