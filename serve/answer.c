@@ -5,13 +5,11 @@
 
 /* ---- replies ---- */
 
-/* Appends a value to an array of the object, and makes the array if it is missing. */
 void append(cJSON *json, const char *key, cJSON *value) {
     cJSON *array = cJSON_GetObjectItemCaseSensitive(json, key);
     cJSON_AddItemToArray(array ? array : cJSON_AddArrayToObject(json, key), value);
 }
 
-/* Writes JSON and frees it: an event of a stream, or the whole reply. */
 void put_json(Request *q, cJSON *json) {
     if (q->stream) bytes_text(&q->out, "data: ");
     json_append(&q->out, json);
@@ -113,7 +111,6 @@ static cJSON *usage_json(const Request *q) {
                        json_object("reasoning_tokens", json_number(thought), NULL), NULL);
 }
 
-/* Writes a reply, or an event of a stream, with the choices [from, to). */
 void put_reply(Request *q, Choice *from, const Choice *to, bool usage) {
     const char *what = !q->chat ? "text_completion" : q->stream ? "chat.completion.chunk" : "chat.completion";
     cJSON *choices = cJSON_CreateArray(), *used = usage ? usage_json(q) : NULL;
@@ -123,6 +120,7 @@ void put_reply(Request *q, Choice *from, const Choice *to, bool usage) {
                             "model", json_word(server.name), "system_fingerprint", json_word(server.fingerprint),
                             "choices", choices, "usage", used, NULL));
 }
+
 /* ---- from tokens to answers ---- */
 
 /* Adds arguments of a call to what is to be written. The name comes once, at the beginning. */

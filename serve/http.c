@@ -46,10 +46,9 @@ static void health(Request *q) {
 }
 
 static void page(Request *q) { bytes_text(&q->out, page_text); }
-static void complete_chat(Request *q) { q->chat = true, complete(q); }
 
 const Endpoint endpoints[ENDPOINTS] = {
-    {"POST", "/v1/chat/completions", NULL, ANSWERS, complete_chat},
+    {"POST", "/v1/chat/completions", NULL, ANSWERS, complete},
     {"POST", "/v1/completions", NULL, ANSWERS, complete},
     {"GET", "/v1/models", NULL, 0, models},
     {"GET", "/metrics", "text/plain; version=0.0.4", SPARE, metrics},
@@ -260,13 +259,12 @@ static ssize_t write_part(void *data, uint64_t position, char *to, size_t room) 
 static enum MHD_Result respond(Request *q) {
     const bool wrong = !q->stream && q->error.code;
     if (wrong && q->error.code < 400) q->error.code = 400;
-    const unsigned status = wrong ? (unsigned)q->error.code : 200;
+    q->status = wrong ? (unsigned)q->error.code : 200;
     const char *type = q->stream ? "text/event-stream" : q->endpoint && !wrong ? q->endpoint->type : NULL;
     const char *wanted = header(q, "Access-Control-Request-Headers"), *origin = header(q, "Origin");
     if (wrong) q->out.n = 0, put_error(q);
     struct MHD_Response *r =
         MHD_create_response_from_callback(q->stream ? MHD_SIZE_UNKNOWN : q->out.n, PART, write_part, q, NULL);
-    q->status = status;
     MHD_add_response_header(r, "Content-Type", type ? type : "application/json");
     MHD_add_response_header(r, "X-Request-Id", q->trace);
     if (q->stream) /* else nginx would hold events back */
@@ -278,16 +276,17 @@ static enum MHD_Result respond(Request *q) {
         if (!all) MHD_add_response_header(r, "Vary", "Origin");
         if (wanted) MHD_add_response_header(r, "Access-Control-Allow-Headers", wanted);
     }
-    if (status == 429 || status == 503) {
+    if (q->status == 429 || q->status == 503) {
         lock();
         LocalText wait = text_print("%d", retry_after());
         unlock();
         MHD_add_response_header(r, "Retry-After", wait);
     }
-    if (status == 405) MHD_add_response_header(r, "Allow", strcmp(q->endpoint->method, "GET") ? "POST" : "GET, HEAD");
-    if (status == 401) MHD_add_response_header(r, "WWW-Authenticate", "Bearer");
-    if (status >= 400) MHD_add_response_header(r, "Connection", "close");
-    enum MHD_Result result = MHD_queue_response(q->connection, status, r);
+    if (q->status == 405)
+        MHD_add_response_header(r, "Allow", strcmp(q->endpoint->method, "GET") ? "POST" : "GET, HEAD");
+    if (q->status == 401) MHD_add_response_header(r, "WWW-Authenticate", "Bearer");
+    if (q->status >= 400) MHD_add_response_header(r, "Connection", "close");
+    enum MHD_Result result = MHD_queue_response(q->connection, q->status, r);
     MHD_destroy_response(r);
     return result;
 }

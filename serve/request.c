@@ -191,7 +191,6 @@ static const cJSON *first_of_many(const Request *q) {
     return cJSON_IsString(first) || cJSON_IsArray(first) ? first : NULL;
 }
 
-/* Takes everything but the prompt. */
 bool take_request(Request *q) {
     const double most = INT32_MAX, seed = number(q, "seed", true, -0x1p63, 0x1p63, -1); /* -1: random */
     Sampling *s = &q->sampling;
@@ -247,19 +246,27 @@ static void rename_function(Request *q, const cJSON *holder) {
 
 static const char *function_name(const cJSON *tool) { return json_string(json_get(tool, "function"), "name"); }
 
+static uint64_t name_hash(const cJSON *tool) {
+    const char *name = function_name(tool);
+    return name ? text_hash(HASH_OF_NONE, name, strlen(name)) : 0;
+}
+
 /* tool_choice {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}: the prompt has no other tools.
  * Returns its mode; NULL: it is malformed. */
 static const char *allow_tools(Request *q, const cJSON *allowed) {
-    cJSON *tools = cJSON_DetachItemFromObjectCaseSensitive(q->json, "tools"), *kept = cJSON_CreateArray(), *tool;
+    cJSON *tools = cJSON_DetachItemFromObjectCaseSensitive(q->json, "tools"), *tool;
+    cJSON *kept = cJSON_AddArrayToObject(q->json, "tools");
     const cJSON *names = json_get(allowed, "tools"), *each;
+    LOCAL(map_free) Map found = {0}; /* by a name's hash: 0 allowed, 1 and a function has it */
     bool known = cJSON_IsArray(names);
-    cJSON_ArrayForEach(each, names) {
-        cJSON_ArrayForEach(tool, tools) if (same(function_name(tool), function_name(each))) break;
-        if (tool) cJSON_AddItemToArray(kept, cJSON_DetachItemViaPointer(tools, tool));
-        known &= tool != NULL;
+    cJSON_ArrayForEach(each, names) map_put(&found, name_hash(each), 0);
+    while ((tool = cJSON_DetachItemFromArray(tools, 0))) {
+        const bool wanted = map_get(&found, name_hash(tool)) >= 0;
+        if (wanted) map_put(&found, name_hash(tool), 1);
+        if (!wanted || !cJSON_AddItemToArray(kept, tool)) cJSON_Delete(tool);
     }
+    cJSON_ArrayForEach(each, names) known &= map_get(&found, name_hash(each)) == 1;
     cJSON_Delete(tools);
-    cJSON_AddItemToObject(q->json, "tools", kept);
     return known ? json_string(allowed, "mode") : NULL;
 }
 

@@ -109,7 +109,8 @@ def test_large_bodies_from_all_sides(folder):
         print(f"{clients} bodies of 15 MB: {idle:.0f} MB before, {most:.0f} MB at most, {memory(s.process) / 1e6:.0f} MB after; "
               f"{ {x: seen.count(x) for x in set(seen)} }; the slowest small request {slowest:.1f} s")
         expect(most < 1000, f"{most:.0f} MB")
-        expect(set(seen) == {400, 413}, set(seen))
+        expect(set(seen) <= {400, 413, 503}, set(seen))
+        expect(seen.count(503) <= clients // 20, "they did not get their turn")  # which takes ten minutes at most
 
 
 # ---- SIGTERM in each state

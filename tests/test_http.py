@@ -461,3 +461,15 @@ def test_many_messages_take_linear_time():
         for roles in (["user"], ["user", "assistant"], ["system"]):
             few, many = seconds(50000, *roles), seconds(200000, *roles)
             expect(many < 8 * few + 1, f"{roles}: {few:.2f} s for 50,000, {many:.2f} s for 200,000")
+
+
+def test_many_allowed_tools_take_linear_time():
+    with Server(PARROT, program=PLAIN) as s:
+        def seconds(n):
+            tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(n)]
+            allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools[::-1]}}
+            began = time.monotonic()
+            s.refuses(CHAT, {"messages": HELLO, "tools": tools, "tool_choice": allowed}, "context length")
+            return time.monotonic() - began
+        few, many = seconds(10000), seconds(40000)
+        expect(many < 8 * few + 1, f"{few:.2f} s for 10,000, {many:.2f} s for 40,000")
