@@ -48,9 +48,10 @@ typedef struct {
     };
 } Value;
 
-struct List { /* of a mapping, namespace or loop: a key, its value, the next key, ... */
+struct List { /* of a mapping, namespace, loop or scope: a key, its value, the next key, ... */
     Value *item;
     size_t n, room;
+    List *outer;       /* of a scope */
     const char *shown; /* how Python names a view or a range; "group" of a tuple that groupby made */
 };
 
@@ -58,12 +59,6 @@ typedef struct { /* a text that grows */
     Char *at;
     size_t n, room;
 } Buffer;
-
-typedef struct Scope Scope;
-struct Scope { /* variables: names and values in turn */
-    List names;
-    const Scope *outer;
-};
 
 /* ---- memory and errors ---- */
 
@@ -82,10 +77,9 @@ typedef struct { /* a template that is being parsed or rendered */
     int line, code; /* code: of an error */
     Error *e;
     jmp_buf failed;
-    const List *builtins; /* by name */
-    Buffer *out;          /* what the template writes goes here, */
-    List *yielded;        /* what a list of the prelude gets */
-    Value result;         /* what a function of the prelude returns */
+    Buffer *out;   /* what the template writes goes here, */
+    List *yielded; /* what a list of the prelude gets */
+    Value result;  /* what a function of the prelude returns */
     const struct tm *now;
 } Work;
 
@@ -528,21 +522,19 @@ struct Node {
 };
 
 struct Function {
-    const char *name;
-    const Node *takes; /* parameters */
-    Builtin *run;      /* or, NULL, a macro in a scope */
-    const char *how;
-    const Node *macro;
-    Scope *scope;
-    bool strict; /* parameters without a default are needed */
-    Value self;  /* of a method: what it is applied to */
+    const Node *node; /* value: its name; a: its parameters; run or list: what it does */
+    List *scope;      /* around that of a macro's variables */
+    Value self;       /* of a method: what it is applied to */
 };
+
+/* All functions by their names, made once for all templates. */
+static List functions;
 
 static Value builtin(Work *w, const char *kind, Value name) {
     Buffer b = {0};
     put_text(w, &b, kind);
     put(w, &b, name);
-    const Value *found = map_find(w, w->builtins, text_of(&b));
+    const Value *found = map_find(w, &functions, text_of(&b));
     return found ? *found : undefined(text_of(&b));
 }
 
@@ -1096,17 +1088,17 @@ static Node *parse_statement(Parser *p) {
 /* ---- the evaluator ---- */
 
 typedef enum { GO_ON, BROKEN, CONTINUED, RETURNED } Flow;
-static Flow run(Work *w, Scope *scope, const Node *list);
-static Value eval(Work *w, Scope *scope, const Node *node);
+static Flow run(Work *w, List *scope, const Node *list);
+static Value eval(Work *w, List *scope, const Node *node);
 
-static Scope *new_scope(Work *w, Scope *outer) { /* not a local variable, because a macro may keep it */
-    Scope *scope = take(w, sizeof *scope);
-    *scope = (Scope){{0}, outer};
+static List *new_scope(Work *w, List *outer) { /* not a local variable, because a macro may keep it */
+    List *scope = new_list(w);
+    scope->outer = outer;
     return scope;
 }
 
 /* The text that statements write in a scope, unless they return something. */
-static Value written(Work *w, Scope *scope, const Node *list) {
+static Value written(Work *w, List *scope, const Node *list) {
     Buffer text = {0}, *outer = w->out;
     w->out = &text;
     const Flow flow = run(w, scope, list);
@@ -1115,7 +1107,7 @@ static Value written(Work *w, Scope *scope, const Node *list) {
 }
 
 /* Evaluates arguments and adds them to values or, those with names, to `named`. */
-static void eval_arguments(Work *w, Scope *scope, const Node *each, List *values, List *named) {
+static void eval_arguments(Work *w, List *scope, const Node *each, List *values, List *named) {
     for (; each; each = each->next) {
         const Value v = eval(w, scope, each->a), name = each->value;
         const bool map = is_text(name, "**");
@@ -1131,9 +1123,9 @@ static void eval_arguments(Work *w, Scope *scope, const Node *each, List *values
 }
 
 /* Sets a function's parameters in its scope. Those named caller, varargs and kwargs get what others leave. */
-static void bind(Work *w, const Function *f, Scope *scope, const List *values, List *named) {
+static void bind(Work *w, const Function *f, List *scope, const List *values, List *named) {
     size_t used = 0;
-    for (const Node *each = f->takes; each; each = each->next) {
+    for (const Node *each = f->node->a; each; each = each->next) {
         Value v = undefined(each->value), *given = map_find(w, named, each->value);
         List *list = new_list(w);
         if (is_text(each->value, "varargs")) {
@@ -1150,31 +1142,31 @@ static void bind(Work *w, const Function *f, Scope *scope, const List *values, L
         } else if (used < values->n && !is_text(each->value, "caller")) {
             v = values->item[used++];
         } else if (each->a) { /* which does not see a variable of this name outside */
-            map_set(w, &scope->names, each->value, v);
+            map_set(w, scope, each->value, v);
             v = eval(w, scope, each->a);
-        } else if (f->strict) {
-            wrong(w, "%s() lacks an argument", f->name);
+        } else if (!f->node->line) {
+            wrong(w, "%s() lacks an argument", c_text(w, f->node->value));
         }
-        map_set(w, &scope->names, each->value, v);
+        map_set(w, scope, each->value, v);
     }
-    if (used < values->n || named->n) wrong(w, "%s() got an argument that it does not take", f->name);
+    if (used < values->n || named->n) wrong(w, "%s() got an argument that it does not take", c_text(w, f->node->value));
 }
 
 static Value call(Work *w, const Function *f, const List *values, List *named) {
-    Scope *scope = new_scope(w, f->scope);
+    List *scope = new_scope(w, f->scope);
     bind(w, f, scope, values, named);
-    Value v, *item = scope->names.item;
-    if (f->run) {
-        const size_t n = scope->names.n / 2;
+    Value v, *item = scope->item;
+    if (f->node->run) {
+        const size_t n = scope->n / 2;
         for (size_t i = 0; i < n; i++) item[i] = item[2 * i + 1];
-        v = f->run(w, f->how, item, n);
+        v = f->node->run(w, f->node->how, item, n);
     } else {
-        v = written(w, scope, f->macro->list);
+        v = written(w, scope, f->node->list);
     }
     return v;
 }
 
-static Value eval_call(Work *w, Scope *scope, const Node *node) {
+static Value eval_call(Work *w, List *scope, const Node *node) {
     Value f = node->a ? eval(w, scope, node->a) : node->value;
     if (f.kind == UNDEFINED && !node->a) f = builtin(w, "", f); /* it was defined later */
     List values = {0}, named = {0};
@@ -1187,30 +1179,29 @@ static Value eval_call(Work *w, Scope *scope, const Node *node) {
     return call(w, f.function, &values, &named);
 }
 
-static Value get_variable(Work *w, const Scope *scope, Value name) {
+static Value get_variable(Work *w, const List *scope, Value name) {
     for (; scope; scope = scope->outer) {
-        const Value *found = map_find(w, &scope->names, name);
+        const Value *found = map_find(w, scope, name);
         if (found) return *found;
     }
     return undefined(name);
 }
 
-static Value eval_macro(Work *w, Scope *scope, const Node *node) {
+static Value function_of(Work *w, List *scope, const Node *node) {
     Function *f = take(w, sizeof *f);
-    *f = (Function){
-        .name = c_text(w, node->value), .takes = node->a, .macro = node, .scope = scope, .strict = !node->line};
+    *f = (Function){node, scope, (Value){0}};
     return (Value){FUNCTION, .function = f};
 }
 
-static Flow run_for(Work *w, Scope *scope, const Node *node);
-static Value eval_each(Work *w, Scope *scope, const Node *node) {
+static Flow run_for(Work *w, List *scope, const Node *node);
+static Value eval_each(Work *w, List *scope, const Node *node) {
     List *outer = w->yielded, *list = w->yielded = new_list(w);
     run_for(w, scope, node);
     w->yielded = outer;
     return of_list(LIST, list);
 }
 
-static Value eval(Work *w, Scope *scope, const Node *node) {
+static Value eval(Work *w, List *scope, const Node *node) {
     Value v = node->value;
     spend(w, 0);
     switch (node->type) {
@@ -1230,15 +1221,15 @@ static Value eval(Work *w, Scope *scope, const Node *node) {
         break;
     case WRITTEN: v = written(w, new_scope(w, scope), node->list); break;
     case EACH: v = eval_each(w, scope, node); break;
-    default: v = eval_macro(w, scope, node);
+    default: v = function_of(w, scope, node);
     }
     return v;
 }
 
-static void assign(Work *w, Scope *scope, const Node *target, Value v) {
+static void assign(Work *w, List *scope, const Node *target, Value v) {
     const Node *each = target->list;
     if (target->type == VARIABLE) {
-        map_set(w, &scope->names, target->value, v);
+        map_set(w, scope, target->value, v);
     } else if (target->run == attribute) {
         const Value space = eval(w, scope, each->a), name = each->next->a->value;
         if (space.kind != SPACE) wrong(w, "only attributes of a namespace can be set");
@@ -1267,21 +1258,21 @@ static void set_loop(Work *w, List *loop, const List *items, size_t i) {
     }
 }
 
-static Flow run_for(Work *w, Scope *scope, const Node *node) {
+static Flow run_for(Work *w, List *scope, const Node *node) {
     List *items = items_of(w, eval(w, scope, node->b)), *kept = new_list(w), *loop = new_list(w);
     const Value name = text(w, "loop");
     Flow flow = GO_ON;
     bool ended = false;                                /* jinja2 runs else unless an iteration reached its end */
     for (size_t i = 0; node->d && i < items->n; i++) { /* the condition sees no loop */
-        Scope *inner = new_scope(w, scope);
+        List *inner = new_scope(w, scope);
         assign(w, inner, node->a, items->item[i]);
         if (truth(eval(w, inner, node->d))) push(w, kept, items->item[i]);
     }
     if (node->d) items = kept;
     for (size_t i = 0; i < items->n && flow != BROKEN && flow != RETURNED; i++) {
-        Scope *inner = new_scope(w, scope);
+        List *inner = new_scope(w, scope);
         set_loop(w, loop, items, i);
-        map_set(w, &inner->names, name, of_list(LOOP, loop));
+        map_set(w, inner, name, of_list(LOOP, loop));
         assign(w, inner, node->a, items->item[i]);
         flow = run(w, inner, node->list);
         ended |= flow == GO_ON;
@@ -1290,7 +1281,7 @@ static Flow run_for(Work *w, Scope *scope, const Node *node) {
     return ended ? GO_ON : run(w, new_scope(w, scope), node->c);
 }
 
-static Flow run(Work *w, Scope *scope, const Node *list) {
+static Flow run(Work *w, List *scope, const Node *list) {
     Flow flow = GO_ON;
     for (; list && flow == GO_ON; list = list->next) {
         spend(w, 0);
@@ -1935,8 +1926,8 @@ struct Jinja {
     const Node *body;
 };
 
-/* Functions are made once, for all templates. `common`: those that templates call by their names. */
-static Scope functions, common;
+/* The functions that templates call by their names. */
+static List common;
 
 static Parser parser_of(Work *w, const char *source, bool prelude) {
     return (Parser){.w = w, .begin = source, .s = source, .token = "", .close = ";", .prelude = prelude};
@@ -1944,32 +1935,33 @@ static Parser parser_of(Work *w, const char *source, bool prelude) {
 
 static void make_functions(void) {
     static Error e; /* there is none */
-    static Work w = {.e = &e, .most_steps = JINJA_STEPS, .builtins = &functions.names};
+    static Work w = {.e = &e, .most_steps = JINJA_STEPS};
     w.stack = __builtin_frame_address(0);
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         Parser p = parser_of(&w, rows[i].takes, true);
         next(&p);
-        const Node *takes = parse_parameters(&p);
+        Node *takes = parse_parameters(&p);
         for (const char *s = rows[i].names; *s; s += strspn(s, " ")) {
             const size_t n = strcspn(s, ":"), end = strcspn(s, " ");
-            const Value name = text_from(&w, s, n, true), how = text_from(&w, s + n + 1, end - n - 1, true);
-            Function *f = take(&w, sizeof *f);
-            *f = (Function){c_text(&w, name), takes, .run = rows[i].run, .how = c_text(&w, how), .strict = true};
-            map_set(&w, &functions.names, name, (Value){FUNCTION, .function = f});
+            const Value how = text_from(&w, s + n + 1, end - n - 1, true);
+            Node *node = operation(&p, rows[i].run, c_text(&w, how), NULL, NULL);
+            node->value = text_from(&w, s, n, true);
+            node->a = takes;
+            map_set(&w, &functions, node->value, function_of(&w, NULL, node));
             s += end;
         }
     }
     Parser p = parser_of(&w, prelude, true);
     run(&w, &functions, parse_body(&p, ""));
-    for (size_t i = 0; i < functions.names.n; i += 2) {
-        const Value name = functions.names.item[i];
-        if (text_listed(globals, c_text(&w, name))) map_set(&w, &common.names, name, functions.names.item[i + 1]);
+    for (size_t i = 0; i < functions.n; i += 2) {
+        const Value name = functions.item[i];
+        if (text_listed(globals, c_text(&w, name))) map_set(&w, &common, name, functions.item[i + 1]);
     }
 }
 
 Jinja *jinja_parse(const char *source, size_t n, Error *e) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
-    Work w = {.code = BAD_MODEL, .e = e, .line = 1, .most_steps = JINJA_STEPS, .builtins = &functions.names};
+    Work w = {.code = BAD_MODEL, .e = e, .line = 1, .most_steps = JINJA_STEPS};
     Jinja *t = allocate_zero(1, sizeof *t);
     pthread_once(&once, make_functions);
     w.stack = __builtin_frame_address(0);
@@ -1999,17 +1991,17 @@ void jinja_free(Jinja *t) {
 bool jinja_render(const Jinja *t, int64_t steps, const cJSON *own, const cJSON *given, const struct tm *now,
                   Marked *out, Error *e) {
     Buffer b = {0};
-    Work w = {
-        .code = USAGE, .e = e, .line = 1, .most_steps = steps, .builtins = &functions.names, .out = &b, .now = now};
+    Work w = {.code = USAGE, .e = e, .line = 1, .most_steps = steps, .out = &b, .now = now};
     const cJSON *const variables[] = {own, given};
     w.stack = __builtin_frame_address(0);
     const bool ok = !setjmp(w.failed);
     if (ok) {
-        Scope *scope = new_scope(&w, &common);
-        if (!now) map_set(&w, &scope->names, text(&w, "strftime_now"), (Value){0});
+        List *scope = new_scope(&w, &common);
+        if (!now) map_set(&w, scope, text(&w, "strftime_now"), (Value){0});
         for (int i = 0; i < 2; i++) {
-            scope = new_scope(&w, scope);
-            if (variables[i]) scope->names = *from_json(&w, variables[i], !i).list;
+            List *inner = variables[i] ? from_json(&w, variables[i], !i).list : new_list(&w);
+            inner->outer = scope;
+            scope = inner;
         }
         run(&w, new_scope(&w, scope), t->body);
         char *bytes = take(&w, 4 * b.n);
