@@ -540,14 +540,12 @@ static Value builtin(Work *w, const char *kind, Value name) {
 
 /* ---- the lexer: within a tag, one token at a time ---- */
 
-typedef enum { NAME, STRING, NUMBER, OPERATOR, CLOSE /* of the tag */, END } Token;
 typedef struct {
     Work *w;
     const char *begin, *s; /* the template, which ends with a NUL, and what follows the current token */
-    Token kind;
-    const char *token; /* a copy */
-    const char *close; /* of the tag: %} or }}, and ; in the prelude, which is all one tag behind another */
-    int brackets;      /* open ones */
+    const char *token;     /* the current one; "": the template ends */
+    const char *close;     /* of the tag: %} or }}, and ; in the prelude, which is all one tag behind another */
+    int brackets;          /* open ones */
     bool prelude;
 } Parser;
 
@@ -575,6 +573,8 @@ static const char *word_end(const char *s) {
     return s;
 }
 
+static bool is_quote(char c) { return c == '"' || c == '\''; }
+
 static const char *number_end(const char *s) {
     const bool whole = s[-1] == '.'; /* as in list.0.1 */
     s = word_end(s);
@@ -587,21 +587,14 @@ static void next(Parser *p) {
     static const char *const pairs[] = {"**", "//", "==", "!=", ">=", "<="};
     advance(p, skip_space(p->s));
     const char *begin = p->s, *s = begin, *close = p->brackets ? NULL : tag_end(s, p->close);
-    if (close || !*s) {
-        p->kind = close ? CLOSE : END;
-        s = close ? close : s;
-    } else if (isdigit((unsigned char)*s)) {
-        p->kind = NUMBER;
+    if (isdigit((unsigned char)*s)) {
         s = number_end(s);
     } else if (word_end(s) > s) {
-        p->kind = NAME;
         s = word_end(s);
-    } else if (*s == '"' || *s == '\'') {
-        p->kind = STRING;
+    } else if (is_quote(*s)) {
         for (s++; *s && *s != *begin; s++) s += *s == '\\' && s[1];
         if (!*s++) wrong(p->w, "a text does not end");
-    } else {
-        p->kind = OPERATOR;
+    } else if (*s && !close) {
         for (int i = 0; i < 6 && s == begin; i++) s += begins(s, pairs[i]);
         if (s == begin && !strchr("+-/*%~[](){}=<>.:|,", *s++)) wrong(p->w, "unexpected character '%c'", *begin);
         p->brackets += strchr("([{", *begin) ? 1 : strchr(")]}", *begin) && p->brackets ? -1 : 0;
@@ -609,12 +602,14 @@ static void next(Parser *p) {
     char *copy = take(p->w, (size_t)(s - begin) + 1);
     memcpy(copy, begin, (size_t)(s - begin));
     copy[s - begin] = 0;
-    p->token = copy;
-    advance(p, s);
+    p->token = close ? p->close : copy;
+    advance(p, close ? close : s);
 }
 
-/* Is the current token this operator or word? */
+/* Is the current token this, a name, the end of the tag? */
 static bool is(const Parser *p, const char *text) { return !strcmp(p->token, text); }
+static bool is_name(const Parser *p) { return word_end(p->token) > p->token && !isdigit((unsigned char)*p->token); }
+static bool closes(const Parser *p) { return is(p, p->close); }
 
 static bool skip(Parser *p, const char *text) {
     const bool there = is(p, text);
@@ -623,14 +618,14 @@ static bool skip(Parser *p, const char *text) {
 }
 
 static void need(Parser *p, bool there, const char *expected) {
-    if (!there && p->kind == END) wrong(p->w, "the template ends where %s should stand", expected);
+    if (!there && !*p->token) wrong(p->w, "the template ends where %s should stand", expected);
     if (!there) wrong(p->w, "'%.40s' stands where %s should stand", p->token, expected);
 }
 
 static void expect(Parser *p, const char *text) { need(p, skip(p, text), text); }
 
 static Value take_name(Parser *p) {
-    need(p, p->kind == NAME, "a name");
+    need(p, is_name(p), "a name");
     const Value name = text(p->w, p->token);
     next(p);
     return name;
@@ -690,7 +685,7 @@ static Char parse_code(Parser *p, const char **s, size_t digits, int base) {
 static Node *parse_texts(Parser *p) {
     static const char letters[] = "ntr\\'\"abfv", meanings[] = "\n\t\r\\'\"\a\b\f\v";
     Buffer b = {0};
-    for (; p->kind == STRING; next(p)) {
+    for (; is_quote(*p->token); next(p)) {
         for (const char *s = p->token + 1; s[1];) {
             const char c = *s == '\\' ? s[1] : 0, *letter = c ? strchr(letters, c) : NULL, *plain = s;
             if (letter) put_char(p->w, &b, (Char)meanings[letter - letters] | OWN);
@@ -740,7 +735,7 @@ static Node *parse_loop(Parser *p, int type) {
 static Node *parse_items(Parser *p, Node *node, const char *close) {
     while (!skip(p, close)) {
         const char *behind = skip_space(p->s);
-        const bool named = p->kind == NAME && *behind == '=' && behind[1] != '=';
+        const bool named = is_name(p) && *behind == '=' && behind[1] != '=';
         Value name = none;
         if (*close == ')' && (named || is(p, "*") || is(p, "**"))) {
             name = text(p->w, p->token);
@@ -778,8 +773,8 @@ static Node *parse_subscript(Parser *p, Node *of) {
 static Node *parse_postfix(Parser *p, Node *node) {
     for (;;) {
         if (skip(p, "."))
-            node = p->kind == NUMBER ? operation(p, item, "", node, parse_number(p))
-                                     : operation(p, attribute, "", node, constant(p, take_name(p)));
+            node = isdigit((unsigned char)*p->token) ? operation(p, item, "", node, parse_number(p))
+                                                     : operation(p, attribute, "", node, constant(p, take_name(p)));
         else if (skip(p, "["))
             node = parse_subscript(p, node);
         else if (skip(p, "("))
@@ -805,7 +800,8 @@ static Node *parse_test(Parser *p, Node *of) {
     if (is(p, "is")) wrong(p->w, "tests cannot be chained");
     if (skip(p, "("))
         parse_items(p, node, ")");
-    else if ((p->kind <= NUMBER && !text_listed("else or and", p->token)) || is(p, "[") || is(p, "{"))
+    else if ((word_end(p->token) > p->token && !text_listed("else or and", p->token)) || is_quote(*p->token) ||
+             is(p, "[") || is(p, "{"))
         add(p, node, none, parse_unary(p));
     return is_not ? operation(p, negated, "", node, NULL) : node;
 }
@@ -835,9 +831,9 @@ static Node *parse_name(Parser *p) {
 }
 
 static Node *parse_primary(Parser *p) {
-    if (p->kind == NAME) return parse_name(p);
-    if (p->kind == STRING) return parse_texts(p);
-    if (p->kind == NUMBER) return parse_number(p);
+    if (is_name(p)) return parse_name(p);
+    if (is_quote(*p->token)) return parse_texts(p);
+    if (isdigit((unsigned char)*p->token)) return parse_number(p);
     if (skip(p, "[")) return parse_items(p, operation(p, sequence, "list", NULL, NULL), "]");
     if (skip(p, "{")) return parse_items(p, operation(p, mapping, "", NULL, NULL), "}");
     need(p, skip(p, "("), "an expression");
@@ -894,7 +890,7 @@ static Node *parse_list(Parser *p, Node *(*parse)(Parser *p)) {
     Node *node = parse(p), *tuple = NULL;
     while (skip(p, ",")) {
         if (!tuple) tuple = operation(p, sequence, "tuple", node, NULL);
-        if (p->kind == CLOSE || is(p, ")") || is(p, "=") || is(p, "in")) break;
+        if (closes(p) || is(p, ")") || is(p, "=") || is(p, "in")) break;
         add(p, tuple, none, parse(p));
     }
     return tuple ? tuple : node;
@@ -964,7 +960,7 @@ static Node *parse_tag(Parser *p, const char *end) {
         next(p);
         if (*end && !prints && (is(p, end) || is(p, "else") || is(p, "elif"))) return NULL;
         node = prints ? new_node(p, WRITE, parse_list(p, parse_expression), NULL) : parse_statement(p);
-        need(p, p->kind == CLOSE, p->close);
+        need(p, closes(p), p->close);
     }
     return node;
 }
@@ -984,7 +980,7 @@ static Node *parse_body(Parser *p, const char *end) {
 
 /* The end of a block's first tag, its body, and the word that ends it. */
 static Node *parse_block(Parser *p, const char *end) {
-    need(p, p->kind == CLOSE, p->close);
+    need(p, closes(p), p->close);
     Node *list = parse_body(p, end);
     expect(p, end);
     return list;
@@ -992,7 +988,7 @@ static Node *parse_block(Parser *p, const char *end) {
 
 /* The same for if and for, with what they have behind elif or else. */
 static Node *parse_branches(Parser *p, Node *node, const char *end) {
-    need(p, p->kind == CLOSE, p->close);
+    need(p, closes(p), p->close);
     node->list = parse_body(p, end);
     if (node->type == IF && skip(p, "elif")) {
         node->c = parse_branches(p, new_node(p, IF, parse_list(p, parse_or), NULL), end);
@@ -1014,11 +1010,11 @@ static Node *parse_set(Parser *p) {
 
 static Node *parse_scope(Parser *p, const char *end) {
     Node *node = new_node(p, SCOPE, NULL, NULL);
-    while (p->kind != CLOSE) {
+    while (!closes(p)) {
         Node *set = append(p, &node->list, new_node(p, SET, parse_target(p), NULL));
         expect(p, "=");
         set->b = parse_expression(p);
-        if (p->kind != CLOSE) expect(p, ",");
+        if (!closes(p)) expect(p, ",");
     }
     append(p, &node->list, parse_block(p, end));
     return node;
