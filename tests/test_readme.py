@@ -1,7 +1,9 @@
-"""README.md agrees with the sources: its length, the files' lines, the messages it explains, the functions it names."""
+"""README.md agrees with the sources: its length, the files' lines, the messages it explains, the functions it names. And
+what a build shows."""
 import re
+import subprocess
 
-from helpers import TESTS, each, expect
+from helpers import TESTS, each, expect, same
 
 ROOT = TESTS.parent
 README = (ROOT / "README.md").read_text()
@@ -58,3 +60,11 @@ def test_functions():
         for cell, text in zip(row.split(" | "), (gpu, plain)):
             for name in re.findall(r"`(?:\w+::)?(\w+)(?:<\w+>)?`", cell):
                 expect(re.search(rf"\b{name}\b", text), f"no {name}")
+
+
+def test_a_build_shows_a_line_a_file():
+    """With V=1 the commands."""
+    for more in ([], ["V=1"]):
+        shown = subprocess.run(["make", "-Bn", *more, "build/reference/base.o"], cwd=ROOT, capture_output=True, text=True).stdout
+        line = next(line for line in shown.splitlines() if "base.c" in line)
+        same(line.startswith('echo "cc base.c"'), not more, line)
