@@ -226,7 +226,7 @@ static void give_up(int number) { _exit(DONE); }
 /* The first signal lets answers finish, or ends at once if the model still loads. The second one ends at once. Threads
  * that parse or tokenise cannot be stopped, so an alarm ends the process whatever they do. */
 static void take_signal(int number) {
-    static const char text[] = "infer: answers are being finished; a second signal ends at once\n";
+    static const char text[] = "infer: finishing answers; ^C ends now\n";
     if (server.ends > 0) _exit(INTERRUPTED);
     if (!server.ready || !given.drain) _exit(DONE);
     server.ends = seconds() + given.drain - fmin(given.drain / 2.0, GRACE_SECONDS);
