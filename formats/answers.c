@@ -2,11 +2,11 @@
  * which texts open and close calls, and by patterns how one is written; one scanner reads arguments as JSON, Python and
  * Gemma write them. A mark that the tokenizer has as a token counts only as that token; spelled out it is text. */
 #include "answers.h"
+#include "jinja.h"
 
 #include <ctype.h>
 #include <stdlib.h>
 #include <string.h>
-#include <utf8proc.h>
 
 enum { MOST_DEPTH = 200, MOST_BEGIN = 1000 /* bytes of a call without marks, up to its arguments */ };
 enum { PATTERNS = 4, QUOTES = 4, ROWS = 19, MARKS = 4 };
@@ -68,18 +68,13 @@ static const char *const quotes[QUOTES] = {"<|\"|>", "<escape>", "\"", "'"};
 static const char others[] = "<tool_response> <｜tool▁outputs▁begin｜> <｜tool▁output▁begin｜> <｜User｜> <|user|>";
 static const char python_tag[] = "<|python_tag|>"; /* Llama writes that in front of a call, or nothing */
 
-/* White space as Python's str.strip() defines it. */
-static bool is_space(uint32_t c) {
-    return (c >= 9 && c <= 13) || (c >= 28 && c <= 31) || c == 0x85 || *utf8proc_category_string((int32_t)c) == 'Z';
-}
-
 /* The text without white space at both ends; not a copy. */
 static Bytes trim(Bytes text) {
     Bytes kept = {.data = text.data + text.n};
     for (size_t i = 0, length; i < text.n; i += length) {
         uint32_t c = 0;
         length = (size_t)abs(utf8_decode(text.data + i, text.n - i, &c));
-        if (is_space(c)) continue;
+        if (is_space((int32_t)c)) continue;
         if (!kept.n) kept.data = text.data + i;
         kept.n = (size_t)(text.data + i + length - kept.data);
     }

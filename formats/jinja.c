@@ -213,8 +213,7 @@ static size_t find(Work *w, Value text, Value part, size_t from) {
     return SIZE_MAX;
 }
 
-/* White space as Python's str.strip() defines it. */
-static bool is_space(int32_t c) {
+bool is_space(int32_t c) {
     return (c >= 9 && c <= 13) || (c >= 28 && c <= 32) ||
            (c >= 0x85 && (c == 0x85 || *utf8proc_category_string(c) == 'Z'));
 }

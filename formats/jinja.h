@@ -16,9 +16,9 @@ void jinja_free(Jinja *t); /* or NULL */
 /* Appends what the template writes. own: variables that count as the template's, such as bos_token; given: variables
  * from outside (both objects, or NULL); under the key "role" the words system, developer, user, assistant and tool
  * count as the template's, too. now: for strftime_now, which is undefined without it. USAGE, and `out` as before: the
- * template raised an exception, or had an error, or took more than `steps` or too many bytes; the text names the line.
- */
+ * template raised an exception, had an error, or took more than `steps` or too many bytes; the text names the line. */
 bool jinja_render(const Jinja *t, int64_t steps, const cJSON *own, const cJSON *given, const struct tm *now,
                   Marked *out, Error *e);
+bool is_space(int32_t c); /* white space as Python's str.strip() defines it */
 
 #endif
