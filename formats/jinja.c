@@ -1588,16 +1588,6 @@ BUILTIN(view) { /* how: dict_keys, dict_values or dict_items */
     return of_list(VIEW, list);
 }
 
-BUILTIN(get) {
-    const Value *found = map_find(w, a[0].list, a[1]);
-    return found ? *found : a[2];
-}
-
-BUILTIN(method) { /* the filter attr: a key of a mapping is none */
-    const Value found = attribute(w, how, a, n);
-    return a->kind == MAP && found.kind != FUNCTION ? undefined(a[1]) : found;
-}
-
 BUILTIN(changed) { /* loop.changed() */
     Value *before = map_find(w, a[0].list, text(w, "changed"));
     const bool is_new = !before || !equal(w, *before, a[1]);
@@ -1675,9 +1665,7 @@ static const struct {
     {string, "(v)", "filter_string: filter_safe:"},
     {to_number, "(v, default=0, base=10)", "filter_int:int"},
     {to_number, "(v, default=0.0)", "filter_float:float"},
-    {method, "(v, name)", "filter_attr:"},
     {view, "(v)", "map_items:dict_items map_keys:dict_keys map_values:dict_values"},
-    {get, "(v, key, default=none)", "map_get:"},
     {changed, "(loop, varargs)", "loop_changed:"},
     {ordered, "(v, other)",
      "is_==:== is_eq:== is_equalto:== is_!=:!= is_ne:!= is_<:< is_lt:< is_lessthan:< is_<=:<= is_le:<= "
@@ -1691,7 +1679,8 @@ static const struct {
     {range, "(start, stop=none, step=1)", "range:"},
     {raise_exception, "(message)", "raise_exception:"},
     {strftime_now, "(format)", "strftime_now:"},
-    {sorted, "(pairs, reverse)", "sorted:"}, /* from here on for the prelude alone */
+    {attribute, "(v, name)", "attribute:"}, /* from here on for the prelude alone */
+    {sorted, "(pairs, reverse)", "sorted:"},
     {stream, "(list)", "stream:"},
     {sequence, "(key, items)", "group:group"},
     {shaped, "(flags, type, v)", "shaped:"},
@@ -1749,6 +1738,7 @@ static const char prelude[] =
     "macro list_index(v, value); for x in v; if x == value; return loop.index0; endif; endfor;"
     " return found(-1); endmacro;"
     "macro map_copy(v) = v;"
+    "macro map_get(v, key, default=none) = v[key] if key in v else default;"
     "macro loop_cycle(loop) = varargs[loop.index0 % varargs|length];"
 
     /* text % values; a sign that stands for itself is the text's own */
@@ -1812,6 +1802,8 @@ static const char prelude[] =
     " [(folded(path(x, attribute)|default(default), exact), x) for x in v];"
 
     "macro filter_abs(v) = -v if v < 0 else +v;"
+    "macro filter_attr(v, name) ="
+    " nothing if v is mapping and builtin('map_' ~ name) is undefined else attribute(v, name);"
     "macro filter_batch(v, linecount, fill_with=none);"
     " set all = v|list;"
     " set fill = [] if fill_with is none else [fill_with] * ((0 - all|length) % linecount);"
