@@ -159,6 +159,11 @@ int first_node(Grammar *g, int node, int *rest) {
     return node;
 }
 
+void add_cases(const Grammar *g, int node, Ids *out) {
+    const bool several = node_kind(g, node) == ALT;
+    ids_append(out, several ? tuple(g, node) + 1 : &node, several ? (size_t)tuple_size(g, node) - 1 : 1);
+}
+
 /* Of alternatives: of each of them. Of a sequence: of its first part and, behind parts that may be empty, of later
  * ones. They often have their ends in common, which are looked at once. */
 static int derive_all(Grammar *g, int node, unsigned char byte) {
@@ -170,15 +175,13 @@ static int derive_all(Grammar *g, int node, unsigned char byte) {
         if (g->node[node].round == round) continue;
         g->node[node].round = round;
         if (node_kind(g, node) == ALT) {
-            ids_append(&work, tuple(g, node) + 1, (size_t)tuple_size(g, node) - 1);
+            add_cases(g, node, &work);
             continue;
         }
         int rest;
         const int first = first_node(g, node, &rest);
-        const int next = seq_node(g, derive(g, first, byte), rest);
+        add_cases(g, seq_node(g, derive(g, first, byte), rest), &cases);
         if (ends(g, first) && rest != NOTHING) ids_add(&work, rest);
-        const bool several = node_kind(g, next) == ALT;
-        ids_append(&cases, several ? tuple(g, next) + 1 : &next, several ? (size_t)tuple_size(g, next) - 1 : 1);
     }
     return alt_node(g, cases.data, cases.n);
 }

@@ -56,8 +56,9 @@ int both_node(Grammar *g, int a, int b);
 int but_node(Grammar *g, int a, int b);
 /* The one with that key; Node.target says what it means. */
 int ref_node(Grammar *g, const int *key, size_t n);
-/* What a sequence begins with, which is none itself, and what follows that. */
+/* What a sequence begins with, which is none itself, and what follows that. Appends the alternatives of a node. */
 int first_node(Grammar *g, int node, int *rest);
+void add_cases(const Grammar *g, int node, Ids *out);
 bool grammar_settle(Grammar *g, int node); /* to be called when all targets are set. Does any text match the node? */
 int state_step(Grammar *g, int state, unsigned char byte); /* NEVER: the byte cannot come here */
 int state_run(Grammar *g, int state, const char *text, size_t n);
@@ -73,7 +74,7 @@ static inline bool ends(const Grammar *g, int state) { return g->node[state].fla
  * wrong or not supported at its byte *at, or NULL. */
 int pattern_node(Grammar *g, const char *pattern, bool json, const char **bad, size_t *at);
 int rule_node(Grammar *g, const char *pattern, ...); /* one that is right. Each % in it is the next argument, a node */
-void make_letters(Grammar *g);                       /* g->letter and g->quote */
+void make_letters(Grammar *g);                       /* g->letter, g->plain, g->quote */
 
 /* ---- schema.c ---- */
 

@@ -24,12 +24,12 @@ struct Vocabulary {
     Bytes text;     /* of token id: text.data[begin[id]] .. text.data[begin[id + 1] - 1] */
     int *begin;     /* (ids + 1) */
     int ids;
-    Grammar strings; /* its `letters`, which are the same in every grammar: `letter` and `plain` */
+    Grammar *strings; /* keeps `letters` of `letter` and `plain`, which are the same in every grammar */
 };
 
 struct Letters {   /* of one kind, up to the quote */
     int start;     /* the node: any number of them, and the quote */
-    bool known;    /* it is always sure how many there are */
+    bool known;    /* it is always sure how many there are: a text is read in one way, and knows where a letter ends */
     uint32_t *row; /* (LETTERS, words) tokens that stay in the string and need at most so many */
     Ids longer;    /* branches of the tokens that need more, and how many */
     Ids exits;     /* branches where the string ends, and how many it has before that */
@@ -81,6 +81,8 @@ static void set_tokens(const Vocabulary *v, int from, int to, uint32_t *row) {
 /* What is known of strings of this letter. */
 static const Letters *letters_of(Grammar *g, const Vocabulary *v, int letter) {
     int path[MOST_BYTES + 1], count[MOST_BYTES + 1] = {0};
+    if (letter == g->letter) g = v->strings, letter = g->letter;
+    if (letter == g->plain) g = v->strings, letter = g->plain;
     const int start = path[0] = seq_node(g, repeat_node(g, letter, 0, ENDLESS), g->quote);
     for (const Letters *known = g->letters; known; known = known->next)
         if (known->start == start) return known;
@@ -100,7 +102,7 @@ static const Letters *letters_of(Grammar *g, const Vocabulary *v, int letter) {
         }
         if (need >= LETTERS) ids_append(&l->longer, (const int[]){i, need}, 2);
         for (int k = need; k < LETTERS; k++) set_tokens(v, i, i + 1, l->row + (size_t)k * v->words);
-        l->known = node_kind(g, next) == SEQ; /* not in two ways */
+        l->known = node_kind(g, next) == SEQ && (next == start || state_step(g, next, '"') != NOTHING);
         i++;
     }
     return l;
@@ -126,18 +128,18 @@ Vocabulary *vocabulary_open(const Tokenizer *t, int ids, const int *control, int
     }
     qsort_r(v->token, (size_t)v->size, sizeof *v->token, by_bytes, v);
     build_trie(v);
-    grammar_open(&v->strings);
-    make_letters(&v->strings);
-    letters_of(&v->strings, v, v->strings.plain);
-    letters_of(&v->strings, v, v->strings.letter);
+    grammar_open(v->strings = allocate(sizeof *v->strings));
+    make_letters(v->strings);
+    letters_of(v->strings, v, v->strings->letter);
+    letters_of(v->strings, v, v->strings->plain);
     return v;
 }
 
 void vocabulary_close(Vocabulary *v) {
     if (!v) return;
-    grammar_close(&v->strings);
+    grammar_close(v->strings);
     bytes_free(&v->text);
-    free(v->branch), free(v->token), free(v->begin), free(v);
+    free(v->strings), free(v->branch), free(v->token), free(v->begin), free(v);
 }
 
 int state_token(Grammar *g, const Vocabulary *v, int state, int id) {
@@ -172,9 +174,7 @@ static bool in_string(Grammar *g, const Vocabulary *v, int state, uint32_t *row)
     if (node_kind(g, repeat) != REPEAT || first_node(g, rest, &behind) != g->quote) return false;
     const int letter = tuple(g, repeat)[1], least = tuple(g, repeat)[2], limit = tuple(g, repeat)[3];
     const int most = limit == ENDLESS ? INT32_MAX : limit;
-    const Letters *l = letter == g->letter  ? v->strings.letters
-                       : letter == g->plain ? v->strings.letters->next
-                                            : letters_of(g, v, letter);
+    const Letters *l = letters_of(g, v, letter);
     if (!l->known) return false;
     const uint32_t *stay = l->row + (size_t)(most < LETTERS ? most : LETTERS - 1) * v->words;
     for (size_t w = 0; w < v->words; w++) row[w] |= stay[w];
@@ -197,8 +197,7 @@ const uint32_t *state_tokens(Grammar *g, const Vocabulary *v, int state) {
     if (g->node[state].row) return g->node[state].row;
     if (g->rows > MOST_ROWS) forget_masks(g);
     uint32_t *row = allocate_zero(v->words, sizeof *row);
-    const bool several = node_kind(g, state) == ALT;
-    ids_append(&cases, several ? tuple(g, state) + 1 : &state, several ? (size_t)tuple_size(g, state) - 1 : 1);
+    add_cases(g, state, &cases);
     g->work = 0;
     for (size_t i = 0; i < cases.n; i++)
         if (!in_string(g, v, cases.data[i], row)) ids_add(&others, cases.data[i]);
@@ -209,11 +208,9 @@ const uint32_t *state_tokens(Grammar *g, const Vocabulary *v, int state) {
 
 void prepare_masks(Grammar *g, const Vocabulary *v) {
     const int nodes = g->nodes;
-    for (int node = 0; node < nodes && g->rows < MOST_PREPARED; node++) {
-        if (node_kind(g, node) != SEQ || tuple(g, node)[2] != g->quote) continue;
-        const int body = tuple(g, node)[1], letter = node_kind(g, body) == REPEAT ? tuple(g, body)[1] : g->letter;
-        if (letter != g->letter && letter != g->plain) letters_of(g, v, letter);
-    }
+    for (int node = 0; node < nodes && g->rows < MOST_PREPARED; node++)
+        if (node_kind(g, node) == SEQ && tuple(g, node)[2] == g->quote && node_kind(g, tuple(g, node)[1]) == REPEAT)
+            letters_of(g, v, tuple(g, tuple(g, node)[1])[1]);
 }
 
 void forget_masks(Grammar *g) {

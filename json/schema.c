@@ -59,8 +59,8 @@ typedef struct {
     Error *e;
     Map overlaps; /* from the address of a schema to a node: what is in several cases of its oneOf */
     int parts, depth;
-    int serial;                  /* of this schema in the grammar: begins the keys of its REFs */
-    int string, any, any_object; /* nodes; any: of every value */
+    int serial; /* of this schema in the grammar: begins the keys of its REFs */
+    int any;    /* the node of every value */
 } Compiler;
 
 /* Schemas that a value must satisfy, all of them. done: bit k says that a case or value of words[k] was chosen;
@@ -502,10 +502,8 @@ static Compiler compiler(Grammar *g, const cJSON *schema, const char *name, Erro
     e->code = 0;
     make_letters(g);
     c.any = ref_node(g, NULL, 0);
-    c.string = string(&c, &all);
-    c.any_object = object(&c, &all);
-    const int any =
-        rule_node(g, "null|true|false|%|%|%|%", number(&c, &all, false), c.string, array(&c, &all), c.any_object);
+    const int any = rule_node(g, "null|true|false|%|%|%|%", number(&c, &all, false), string(&c, &all), array(&c, &all),
+                              object(&c, &all));
     g->node[c.any].target = any;
     return c;
 }
@@ -528,5 +526,6 @@ int schema_node(Grammar *g, const cJSON *schema, const char *name, Error *e) {
 
 int any_object_node(Grammar *g) {
     Error e;
-    return compiler(g, NULL, "", &e).any_object;
+    Compiler c = compiler(g, NULL, "", &e);
+    return object(&c, &(All){0});
 }

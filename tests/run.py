@@ -51,7 +51,8 @@ BUILDS = {"reference": ([helpers.PLAIN, helpers.BUILD / "reference/unit",
 WAITS = ("hub.faults", "serve.a_client_that_does_not_read_is_cut_off", "hub.kill", "hub.resume",
          "serve.slow_requests_end")
 # Of the others, those that take long start first: seconds of processor time.
-COSTS = {"json.answers_of_tiny_satisfy_random_schemas": 25, "tiny.questions_that_were_held_out": 40, "json.every_format_keeps_schemas": 40,
+COSTS = {"tiny.questions_that_were_held_out": 40, "json.every_format_keeps_schemas": 40,
+         "json.answers_of_tiny_satisfy_random_schemas": 25,
          "emulated gpu: every encoding of safetensors": 32,
          "sanitized unit: scheduled among others, with few pages = alone": 30,
          "sanitized unit: texts pause in turn while steps of fewer are faster": 27,
