@@ -70,9 +70,9 @@ static inline bool ends(const Grammar *g, int state) { return g->node[state].fla
 
 /* ---- regex.c ---- */
 
-/* The texts that a pattern matches whole or, in a JSON string (json; g->letter must be set), anywhere. *bad: what is
- * wrong or not supported at its byte *at, or NULL. */
-int pattern_node(Grammar *g, const char *pattern, bool json, const char **bad, size_t *at);
+/* The texts that a pattern matches whole or, in a JSON string (json; g->letter must be set), anywhere. Appends what is
+ * wrong or not supported to `why`. */
+int pattern_node(Grammar *g, const char *pattern, bool json, Bytes *why);
 int rule_node(Grammar *g, const char *pattern, ...); /* one that is right. Each % in it is the next argument, a node */
 void make_letters(Grammar *g);                       /* g->letter, g->plain, g->quote */
 

@@ -88,12 +88,10 @@ static int schema(const Maker *m, const cJSON *value, const char *name) {
 }
 
 static int regex(const Maker *m, const cJSON *value, const char *name) {
-    const char *pattern = cJSON_GetStringValue(value), *bad;
-    size_t at;
-    if (!pattern) return refuse(m, name, "is not a text");
-    const int node = pattern_node(m->g, pattern, false, &bad, &at);
-    LocalText why = text_print("has %s at byte %zu, which is not supported", bad ? bad : "", at);
-    return bad ? refuse(m, name, why) : node;
+    LocalBytes why = {0};
+    const int node = cJSON_IsString(value) ? pattern_node(m->g, value->valuestring, false, &why) : NEVER;
+    if (!cJSON_IsString(value)) bytes_text(&why, "is not a text");
+    return why.n ? refuse(m, name, why.data) : node;
 }
 
 static int choices(const Maker *m, const cJSON *value, const char *name) {
@@ -158,7 +156,7 @@ static int arguments(const Maker *m, const cJSON *tool, int i) {
 
 /* How a call ends in other formats than harmony: as the model's template writes one. */
 static int call_end(const Maker *m, const char *name) {
-    static const char mark[] = "\"QQ\"}";
+    static const char last[] = "\"QQ\"}";
     const Chat *chat = &m->m->chat;
     LOCAL(conversation_free) Conversation talk = {0};
     LocalIds ids = {0};
@@ -173,11 +171,11 @@ static int call_end(const Maker *m, const char *name) {
     for (size_t i = 0, found = 0; i < ids.n; i++) {
         const Bytes token = token_text(kept.words, ids.data[i]);
         bytes_add(&text, token.data, token.n);
-        char *at = found ? NULL : memmem(text.data, text.n, mark, strlen(mark));
-        if (at) found = (size_t)(at - text.data) + strlen(mark);
-        bool ends = found && tokenizer_is_control(chat->tokenizer, ids.data[i]);
-        for (int k = 0; k < 4; k++) ends = ends && chat->control[k] != ids.data[i]; /* marks of calls */
-        if (ends) return text_node(m->g, text.data + found, text.n - found);
+        char *at = found ? NULL : memmem(text.data, text.n, last, strlen(last));
+        if (at) found = (size_t)(at - text.data) + strlen(last);
+        bool done = found && tokenizer_is_control(chat->tokenizer, ids.data[i]);
+        for (int k = 0; k < 4; k++) done = done && chat->control[k] != ids.data[i]; /* marks of calls */
+        if (done) return text_node(m->g, text.data + found, text.n - found);
     }
     return refuse(m, "tools:", "this model's calls are not written in JSON, so their arguments cannot be held to");
 }

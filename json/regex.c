@@ -240,13 +240,13 @@ static int read_alternatives(Pattern *p) {
     return alt_node(p->g, cases.data, cases.n);
 }
 
-int pattern_node(Grammar *g, const char *pattern, bool json, const char **bad, size_t *at) {
+int pattern_node(Grammar *g, const char *pattern, bool json, Bytes *why) {
     Pattern p = {.g = g, .s = pattern, .json = json};
     const size_t n = strlen(pattern), valid = utf8_check(pattern, n);
-    if (valid < n) return *bad = "invalid UTF-8", *at = valid, NEVER;
-    const int node = read_alternatives(&p);
-    if (*p.s && !p.bad) p.bad = "a ) without (";
-    *bad = p.bad, *at = (size_t)(p.s - pattern);
+    if (valid < n) p.s += valid, wrong(&p, "invalid UTF-8");
+    const int node = p.bad ? NEVER : read_alternatives(&p);
+    if (*p.s) wrong(&p, "a ) without (");
+    if (p.bad) bytes_print(why, "has %s at byte %zu, which is not supported", p.bad, (size_t)(p.s - pattern));
     return p.bad ? NEVER : node;
 }
 

@@ -267,12 +267,11 @@ static int string(Compiler *c, const All *all) {
     if (least || most < INT32_MAX) node = repeat_node(g, g->letter, least, most < INT32_MAX ? most : ENDLESS);
     for (int i = 0; i < all->n; i++) {
         const cJSON *schema = all->of[i].schema, *pattern = json_get(schema, "pattern");
-        const char *format = json_string(schema, "format"), *bad = NULL;
-        size_t at = 0;
+        const char *format = json_string(schema, "format");
+        LocalBytes why = {0};
         if (pattern && !cJSON_IsString(pattern)) return refuse(c, schema, "pattern", "is not a text");
-        if (pattern) node = narrowed(g, node, pattern_node(g, pattern->valuestring, true, &bad, &at));
-        LocalText why = text_print("has %s at byte %zu, which is not supported", bad ? bad : "", at);
-        if (bad) return refuse(c, schema, "pattern", why);
+        if (pattern) node = narrowed(g, node, pattern_node(g, pattern->valuestring, true, &why));
+        if (why.n) return refuse(c, schema, "pattern", why.data);
         if (format && format_node(g, format) == NEVER) return refuse(c, schema, "format", "is of an unknown kind");
         if (format) node = narrowed(g, node, format_node(g, format));
     }

@@ -11,16 +11,16 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     Error e = {0};
     Grammar g;
     if (!end) return 0;
-    const char *schema = (const char *)data, *bad = NULL;
+    const char *schema = (const char *)data;
     const size_t size = (size_t)(end - data);
-    size_t at;
+    LocalBytes why = {0};
     int node = -1;
     grammar_open(&g);
     if (size && *schema == 'r') {
         LocalText pattern = copy_text(schema + 1, size - 1);
         make_letters(&g);
-        node = pattern_node(&g, pattern, n % 2, &bad, &at);
-        if (bad || !grammar_settle(&g, node)) node = -1;
+        node = pattern_node(&g, pattern, n % 2, &why);
+        if (why.n || !grammar_settle(&g, node)) node = -1;
     } else {
         LocalJson json = json_parse(schema, size, "schema", &e);
         if (json) node = schema_node(&g, json, "schema", &e);

@@ -71,16 +71,16 @@ static bool accepts(Grammar *g, int state, const char *text) {
 static cJSON *answer(const cJSON *request) {
     Grammar g;
     Error e = {0};
-    const char *regex = json_string(request, "regex"), *bad = NULL;
+    const char *regex = json_string(request, "regex");
     const cJSON *each;
-    size_t at;
+    LocalBytes why = {0};
     grammar_open(&g);
-    const int node = regex ? pattern_node(&g, regex, false, &bad, &at)
+    const int node = regex ? pattern_node(&g, regex, false, &why)
                            : schema_node(&g, cJSON_GetObjectItemCaseSensitive(request, "schema"), "schema", &e);
     cJSON *out = cJSON_CreateObject();
-    if (regex && !bad) grammar_settle(&g, node);
-    if (bad || e.code) {
-        json_add(out, "error", json_word(bad ? bad : e.text), NULL);
+    if (regex && !why.n) grammar_settle(&g, node);
+    if (why.n || e.code) {
+        json_add(out, "error", json_word(why.n ? why.data : e.text), NULL);
     } else {
         cJSON *accepted = cJSON_AddArrayToObject(out, "accepts"), *samples = cJSON_AddArrayToObject(out, "samples");
         cJSON_ArrayForEach(each, json_get(request, "texts"))
