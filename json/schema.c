@@ -413,9 +413,9 @@ static int typed(Compiler *c, const All *all) {
     for (int i = 0; i < all->n; i++) {
         types &= declared_types(c, all->of[i].schema);
         declared += json_get(all->of[i].schema, "type") != NULL;
-        cJSON_ArrayForEach(each, all->of[i].schema) for (int k = 0; k < 4;
-                                                         k++) if (text_listed(about[k].keywords, each->string)) told |=
-            about[k].type;
+        cJSON_ArrayForEach(each, all->of[i].schema) {
+            for (int k = 0; k < 4; k++) told |= text_listed(about[k].keywords, each->string) ? about[k].type : 0;
+        }
     }
     if (types == ALL && !told) return c->any;
     if (!declared) types = told;
