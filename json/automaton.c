@@ -90,6 +90,11 @@ int alt_node(Grammar *g, const int *node, size_t n) {
     return kept == 2 ? t.data[1] : node_of(g, t.data, kept);
 }
 
+void add_cases(const Grammar *g, int node, Ids *out) {
+    const bool several = node_kind(g, node) == ALT;
+    ids_append(out, several ? tuple(g, node) + 1 : &node, several ? (size_t)tuple_size(g, node) - 1 : 1);
+}
+
 int repeat_node(Grammar *g, int node, int least, int most) {
     if (ends(g, node)) least = 0; /* what may be empty can be read as often as needed */
     if (most != ENDLESS && most < least) return NEVER;
@@ -104,8 +109,11 @@ static int and_node(Grammar *g, int a, int b) {
 }
 
 int but_node(Grammar *g, int a, int b) {
-    if (barren(g, a) || barren(g, b)) return barren(g, a) ? NEVER : a;
-    return NODE(g, BUT, a, b);
+    LocalIds cases = {0};
+    add_cases(g, b, &cases);
+    for (size_t i = 0; i < cases.n; i++)
+        if (cases.data[i] == a) return NEVER;
+    return barren(g, a) ? NEVER : barren(g, b) ? a : NODE(g, BUT, a, b);
 }
 
 int ref_node(Grammar *g, const int *key, size_t n) {
@@ -157,11 +165,6 @@ int first_node(Grammar *g, int node, int *rest) {
         *rest = seq_node(g, tuple(g, node)[2], *rest), node = first;
     }
     return node;
-}
-
-void add_cases(const Grammar *g, int node, Ids *out) {
-    const bool several = node_kind(g, node) == ALT;
-    ids_append(out, several ? tuple(g, node) + 1 : &node, several ? (size_t)tuple_size(g, node) - 1 : 1);
 }
 
 /* Of alternatives: of each of them. Of a sequence: of its first part and, behind parts that may be empty, of later

@@ -46,7 +46,8 @@ enum { ENDLESS = -1, MOST_WORK = 3000000 };
 void grammar_open(Grammar *g);
 void grammar_close(Grammar *g);
 /* set: one byte of these ranges. both: what matches both. but: what matches a, but not b. The nodes of these two have
- * no REF; b of `but` has no text that every text of a goes on with, so something can always complete it. */
+ * no REF. Behind any part of a text that `a but b` has, another text of a goes on that is not in b; or else what is
+ * left of b has all of what is left of a as one of its cases. */
 int set_node(Grammar *g, const Ids *ranges);
 int text_node(Grammar *g, const char *text, size_t n);
 int seq_node(Grammar *g, int a, int b);

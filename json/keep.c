@@ -231,8 +231,11 @@ static int other_answer(const Maker *m, int text, int called) {
     const int space = rule_node(g, "[ \n]{0,4}"), any = anything(g);
     const bool quiet = same(m->talk->effort, "none"), inside = chat_thinks(chat, m->talk->effort);
     int thought = NOTHING;
-    if (inside && close < 0) return refuse(m, "response_format", "cannot be held to: thoughts end without a token");
-    if (inside || (open >= 0 && close >= 0 && !quiet)) thought = seq_node(g, any, token_node(g, close));
+    if (inside || (open >= 0 && close >= 0 && !quiet)) { /* up to the mark, which may be a text */
+        const int closed =
+            close >= 0 ? token_node(g, close) : text_node(g, chat->thoughts[1], strlen(chat->thoughts[1]));
+        thought = rule_node(g, "%%", but_node(g, any, rule_node(g, "%%%", any, closed, any)), closed);
+    }
     if (!inside && thought != NOTHING) thought = rule_node(g, "(%%)?", token_node(g, open), thought);
     const int said = text < 0 && called != NEVER ? rule_node(g, "([^ \n{\\[<]%)?", any) : text < 0 ? any : text;
     const int final = m->force ? NEVER : rule_node(g, "%%%", space, said, answer_end(m));

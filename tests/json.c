@@ -61,6 +61,22 @@ static void grammars_have_these_texts(void) {
     }
 }
 
+/* A thought goes on to the first mark of its end, where the answer begins. */
+static void what_a_text_may_not_have(void) {
+    Grammar g;
+    grammar_open(&g);
+    const int any = rule_node(&g, "[a-c]*"), mark = rule_node(&g, "aab");
+    const int thought = but_node(&g, any, rule_node(&g, "%%%", any, mark, any)),
+              all = rule_node(&g, "%%x", thought, mark);
+    grammar_settle(&g, all);
+    static const char *const has[] = {"aabx", "aaabx", "abcaacaabx"}, *const lacks[] = {"x", "abx", "aabaabx",
+                                                                                        "aabcaabx"};
+    for (int i = 0; i < 3; i++) check(reads(&g, all, has[i]), "%s", has[i]);
+    for (int i = 0; i < 4; i++) check(!reads(&g, all, lacks[i]), "%s", lacks[i]);
+    check(state_forced(&g, state_run(&g, all, "caab", 4)) == 'x', "behind the mark");
+    grammar_close(&g);
+}
+
 /* What is not held to is refused, with keyword and place. */
 static void schemas_are_refused(void) {
     static const char *const cases[][2] = {
@@ -169,6 +185,7 @@ static void masks_have_the_tokens_that_can_be_read(void) {
 
 static void json_tests(void) {
     run("unit: grammars of schemas have the texts that they should", grammars_have_these_texts);
+    run("unit: a text but what it may not have", what_a_text_may_not_have);
     run("unit: schemas that are not supported are refused with keyword and place", schemas_are_refused);
     run("unit: schemas do not explode", schemas_do_not_explode);
     run("unit: masks have the tokens that can be read", masks_have_the_tokens_that_can_be_read);
