@@ -84,11 +84,16 @@ static const struct {
      "spaces_between_special_tokens=true",
      "answers are plain text"},
 };
-/* The same of one endpoint, without advice. */
-static const char in_chats[] = " add_special_tokens=false add_generation_prompt=true skip_special_tokens=true";
-static const char in_texts[] =
-    " add_special_tokens=true add_generation_prompt=true max_completion_tokens= top_logprobs=0 tools=[] "
-    "tool_choice=\"none\" tool_choice=\"auto\"";
+/* By endpoint, in the order of endpoints[]: the fields that it takes, and the same as above without advice. */
+static const struct {
+    const char *taken, *more, *neutral;
+} of[ENDPOINTS] = {
+    {of_answers, of_chats, " add_special_tokens=false add_generation_prompt=true skip_special_tokens=true"},
+    {of_answers, "prompt echo skip_special_tokens",
+     " add_special_tokens=true add_generation_prompt=true max_completion_tokens= top_logprobs=0 tools=[] "
+     "tool_choice=\"none\" tool_choice=\"auto\""},
+    [4] = {of_chats, "prompt add_special_tokens add_generation_prompt", ""},
+    [5] = {"tokens", "", ""}};
 
 /* Is the field in a list with values, and is its value one of them? */
 static bool is_in(const char *list, const cJSON *field, bool *accepted) {
@@ -102,20 +107,18 @@ static bool is_in(const char *list, const cJSON *field, bool *accepted) {
 }
 
 static bool check_field(Request *q, const cJSON *field) {
-    const char *name = field->string, *path = q->endpoint->path, *own = "prompt echo skip_special_tokens";
-    const bool answers = q->endpoint->is & ANSWERS, tokenize = !strcmp(path, "/tokenize");
+    const char *name = field->string;
+    const size_t at = (size_t)(q->endpoint - endpoints);
     bool accepted = false;
     if (cJSON_IsNull(field) || !strcmp(name, "model")) return true;
-    if (answers && is_in(q->chat ? in_chats : in_texts, field, &accepted))
+    if (is_in(of[at].neutral, field, &accepted))
         return accepted || fail(&q->error, 400, "%s is not supported with this value: leave it out", name);
-    if (!answers) own = tokenize ? "prompt add_special_tokens add_generation_prompt" : "tokens";
-    if ((!q->chat && text_listed(own, name)) || (answers && text_listed(of_answers, name))) return true;
-    if ((q->chat || tokenize) && text_listed(of_chats, name)) return true;
+    if (text_listed(of[at].taken, name) || text_listed(of[at].more, name)) return true;
     for (size_t i = 0; i < sizeof others / sizeof *others; i++)
         if (is_in(others[i].fields, field, &accepted))
             return accepted || fail(&q->error, 400, "%s is not supported: %s", name, others[i].advice);
     q->code = "unknown_parameter", q->param = name;
-    return fail(&q->error, 400, "%.100s is no field of %s: leave it out", name, path);
+    return fail(&q->error, 400, "%.100s is no field of %s: leave it out", name, q->endpoint->path);
 }
 
 bool check_fields(Request *q) {
