@@ -578,7 +578,8 @@ def test_fields_that_are_not_supported():
                 for value in (None, *neutral):
                     s.post(path, {**fine, "max_tokens": 1, key: value})
                 for value in others:
-                    same(s.refuses(path, {**fine, "max_tokens": 1, key: value}, key)["param"], key)
+                    param = s.refuses(path, {**fine, "max_tokens": 1, key: value}, key)["param"]
+                    same(param.split(".")[0], key)  # or a member of it
             same(len(s.post(path, {**fine, "max_tokens": 1, "n": 2, "best_of": 2})["choices"]), 2, "answers")
         s.post(CHAT, {"messages": HELLO, "max_tokens": 1, "model": ""})
         schema = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {}}}  # as pydantic's models give it
