@@ -6,7 +6,7 @@
 
 /* A state has at most so many alternatives. More are left out: what is then written still matches, though not every
  * match can be written. Only patterns that can be read in very many ways at once get there. */
-enum { MOST_CASES = 4096 };
+enum { MOST_CASES = 5000 };
 
 /* ---- nodes ---- */
 

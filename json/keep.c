@@ -101,7 +101,8 @@ static int choices(const Maker *m, const cJSON *value, const char *name) {
         if (!cJSON_IsString(each)) return refuse(m, name, "is not an array of texts");
         ids_add(&cases, text_node(m->g, each->valuestring, strlen(each->valuestring)));
     }
-    return cases.n ? alt_node(m->g, cases.data, cases.n) : refuse(m, name, "has no text");
+    if (!cases.n || cases.n > 4096) return refuse(m, name, "is not an array of 1 to 4,096 texts");
+    return alt_node(m->g, cases.data, cases.n);
 }
 
 /* What a field asks of the text. */

@@ -18,7 +18,7 @@ enum {
     MOST_DEPTH = 100,
     MOST_CASES = 500,
     MOST_SCHEMAS = 64,
-    MOST_NAMES = 5000
+    MOST_NAMES = 4096
 };
 enum { NIL = 1, BOOLEAN = 2, INTEGER = 4, FRACTION = 8, STRING = 16, ARRAY = 32, OBJECT = 64, ALL = 127 }; /* types */
 static const char *const type_names[] = {"null", "boolean", "integer", "number", "string", "array", "object"};
@@ -174,7 +174,8 @@ static int literals(Compiler *c, const All *all, int i, int word) {
     LocalIds cases = {0};
     rest.of[i].done |= 1 << word;
     const int node = value_of(c, &rest);
-    if (list && !cJSON_IsArray(given)) return refuse(c, all->of[i].schema, "enum", "is not an array");
+    if (list && (!cJSON_IsArray(given) || cJSON_GetArraySize(given) > MOST_NAMES))
+        return refuse(c, all->of[i].schema, "enum", "is not an array of at most 4,096 values");
     for (each = list ? given->child : given; each; each = list ? each->next : NULL) {
         LocalText text = json_text(each);
         const bool fits = node == c->any || ends(c->g, state_run(c->g, node, text, strlen(text)));
@@ -316,7 +317,7 @@ static cJSON *names_of(Compiler *c, const All *all) {
         cJSON_ArrayForEach(each, json_get(schema, must ? "required" : "properties")) {
             const char *name = must ? cJSON_GetStringValue(each) : each->string;
             if (!name) continue;
-            if (n > MOST_NAMES) return refuse(c, schema, "properties", "are more than 5,000"), names;
+            if (n > MOST_NAMES) return refuse(c, schema, "properties", "are more than 4,096"), names;
             known = cJSON_GetObjectItemCaseSensitive(names, name);
             if (!known) known = cJSON_AddFalseToObject(names, name), n++;
             known->type = must ? cJSON_True : cJSON_False;
