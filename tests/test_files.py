@@ -655,6 +655,11 @@ def test_words_that_python_writes(folder):
             refused("logits", model, "--ids", 1, words=[key] + [f'"{value}"'] * (key != "eos_token_id"))
     (model / "config.json").write_text(config[:-2] + ", NaN}")
     refused("logits", model, "--ids", 1, words=["config.json", "JSON"])
+    model = copy_model(PARROT, folder)
+    for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json"):
+        write_json(model / name, {**read_json(model / name), "x": [float("inf"), float("-inf"), float("nan")]})
+    same(top_logits(model), top_logits(PARROT), "logits")
+    same(infer("tokenize", model, stdin="Hello").text, infer("tokenize", PARROT, stdin="Hello").text, "ids")
 
 
 MANY = "model.layers.0.mlp.experts.gate_up_proj"
