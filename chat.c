@@ -509,7 +509,7 @@ static void read_header(Reader *r, bool complete) {
     r->repairs += author || text.n || (complete ? !r->started : m->channel || m->recipient || m->content_type);
     for (size_t i = 0; i < text.n; i++)
         if (strspn(text.data + i, marks)) text.data[i] = ' ';
-    bytes_add(&m->content, text.data, text.n);
+    if (same(m->role, "assistant")) bytes_add(&m->content, text.data, text.n); /* others' headers hold no answer */
 }
 
 static Read read_harmony(Reader *r, int token, int which) {
@@ -528,10 +528,10 @@ static Read read_harmony(Reader *r, int token, int which) {
             pending->n = (size_t)(mark + 1 - pending->data), mark[1] = 0;
         if (!r->in_content) read_header(r, false);
         tokenizer_flush(&r->decoder, &r->now.content);
-        const bool call = r->now.recipient && (ends || (opens && r->in_content));
-        if (call && (!r->now.content.n || !r->now.content.data[strspn(r->now.content.data, space)]))
-            bytes_text(&r->now.content, "{}"); /* the function has no arguments */
         other = !same(r->now.role, "assistant");
+        const bool call = !other && r->now.recipient && (ends || (opens && r->in_content));
+        if (call && (!r->now.content.n || strspn(r->now.content.data, space) == r->now.content.n))
+            bytes_text(&r->now.content, "{}");           /* the function has no arguments */
         reader_next(r, call || (ends && r->in_content)); /* it counts if its header is whole or a call's */
         r->started = which == START;
         if (channel) bytes_add(pending, marks, 1);

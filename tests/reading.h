@@ -66,8 +66,8 @@ static const struct {
      {"<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>"}},
     {TURNS("'<start_of_turn>' + m.role + '\\n'", CONTENT, "<end_of_turn>\n"),
      {"<end_of_turn>", "<bos>", "<start_of_turn>"}},
-    {TURNS("'[' + m.role + '] '", CONTENT, "</s>"), {"</s>", "<s>"}},
-    {TURNS("'[' + m.role + '] '",
+    {TURNS("'[' + m.role + ']\\n'", CONTENT, "</s>"), {"</s>", "<s>"}},
+    {TURNS("'[' + m.role + ']\\n'",
            "{% if m.tool_calls %}[TOOL_CALLS]{{ m.tool_calls | map(attribute='function') | list | tojson }}{% else "
            "%}" CONTENT "{% endif %}",
            "</s>"),
@@ -193,11 +193,23 @@ static bool starts_with(const char *data, size_t n, const char *with) {
     return n >= strlen(with) && !memcmp(data, with, strlen(with));
 }
 
+/* May the header that begins here name somebody else? A name with a dot is a tool's. */
+static bool may_be_anothers(const char *data, size_t n) {
+    static const char *const words[] = {"user", "system", "developer", "python", "tool"};
+    size_t author = 0, skip = 0;
+    bool found = false;
+    while (author < n && (unsigned char)data[author] > ENDOFTEXT) author++;
+    while (skip < author && strchr(" \t\r\n", data[skip])) skip++;
+    for (int i = 0; i < 5; i++) found = found || starts_with(data + skip, author - skip, words[i]);
+    return found || memchr(data, '.', author);
+}
+
 /* Appends the capital letters of one message, data[0..n), that stand behind the channel final, and behind <|message|>
- * if that ends the header. Left out are calls, and headers that name a type. */
+ * if that ends the header. Left out are calls, what others may say, and headers that name a type. */
 static void letters_of_message(const char *data, size_t n, Bytes *out) {
     bool header = true, final = false;
     size_t before = out->n;
+    if (may_be_anothers(data, n)) return;
     for (size_t i = 0; i < n; i++) {
         const char *rest = data + i;
         if (header && *rest == MESSAGE) header = false, out->n = before;
@@ -248,9 +260,11 @@ static void open_conversation(Conversation *c) {
 }
 
 /* What is wrong with the conversation, rendered and read again: it must be the same, and no more than its own control
- * tokens may stand there. */
+ * tokens may stand there. What the model wrote as a developer gets a heading. */
 static const char *render_problem(const Talker *m, const Conversation *c) {
     Error e;
+    bool headed = false;
+    for (int i = 0; i < c->messages; i++) headed = headed || kind_of(c->message + i) == SYSTEM;
     Ids ids = {0};
     Bytes shown = {0};
     Reader r;
@@ -264,7 +278,7 @@ static const char *render_problem(const Talker *m, const Conversation *c) {
     read_tokens(m, &r, ids.data, ids.n, &shown);
     if (!problem && r.repairs) problem = "has to be repaired again";
     reader_take(&r, &again);
-    if (!problem && !same_messages(c, &again)) problem = "reads otherwise when rendered";
+    if (!problem && !headed && !same_messages(c, &again)) problem = "reads otherwise when rendered";
     reader_free(&r);
     conversation_free(&again);
     ids_free(&ids);
@@ -282,6 +296,8 @@ static const char *save_problem(const Talker *m, const Conversation *c) {
     Conversation again;
     const char *problem = NULL;
     int empty = 0; /* reasoning that says nothing is not saved */
+    for (int i = 0; i < c->messages; i++)
+        if (kind_of(c->message + i) > CALL) return NULL; /* what ends an answer is not in it */
     json_append(&text, conversation_json(c));
     cJSON *json = json_parse(text.data, text.n, "messages", &e);
     conversation_init(&again);
@@ -333,6 +349,7 @@ static inline const char *other_problem(const Talker *m, const char *data, size_
     bool beside = calls && calls < messages && tokenizer_added(m->tokenizer, "[TOOL_CALLS]") >= 0;
     bool cut = tokenizer_added(m->tokenizer, "</think>") >= 0 && contents.n &&
                memmem(contents.data, contents.n, "</think>", 8);
+    bool replaced = contents.n && memchr(contents.data, 0, contents.n); /* templates get U+FFFD for it */
     reader_take(&r, &c);
     reader_free(&r);
     if (!problem && !chat_render(&m->chat, &c, false, &all, &e)) problem = "is not rendered";
@@ -347,7 +364,7 @@ static inline const char *other_problem(const Talker *m, const char *data, size_
     if (!stop) reader_end(&r, &shown);
     conversation_add(&again, "user", NULL, "Hi", 2);
     reader_take(&r, &again);
-    if (!problem && messages && !cut && !beside && !behind && !same_messages(&c, &again))
+    if (!problem && messages && !cut && !replaced && !beside && !behind && !same_messages(&c, &again))
         problem = "reads otherwise when rendered";
     reader_free(&r);
     conversation_free(&c), conversation_free(&again);

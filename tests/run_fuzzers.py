@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FIXTURES, BUILD = ROOT / "tests" / "fixtures", ROOT / "build" / "fuzz"
 SECONDS = int(os.environ.get("SECONDS") or (sys.argv[1] if len(sys.argv) > 1 else 60))
 SOURCES = {"json": ["chat.c", "infer.c"], "safetensors": ["infer.c"], "tokenizer": ["tokenizer.c"],
-           "reader": ["chat.c", "formats/templates.c"], "gguf": ["encodings/gguf.c", "encodings/vocabulary.c"],
+           "reader": ["chat.c", "formats/answers.c"], "gguf": ["encodings/gguf.c", "encodings/vocabulary.c"],
            "request": ["serve/serve.c", "chat.c"], "template": ["formats/jinja.c"]}  # whose words help to guess
 
 
@@ -188,7 +188,7 @@ def start(name):
     for i, seed in enumerate(seeds(name)):
         (corpus / f"seed{i}").write_bytes(seed)
     words = {word for source in SOURCES.get(name, []) for word in
-             re.findall(r'"([\w<|>. ]+)"', (ROOT / source).read_text())}
+             re.findall(r'"([\w<|>. ]+)"', (ROOT / source).read_text(), re.ASCII)}
     dictionary.write_text("".join(f'"{word}"\n' for word in sorted(words)))
     command = [BUILD / name, corpus, f"-dict={dictionary}", f"-max_total_time={SECONDS}", "-timeout=10",
                "-rss_limit_mb=2048", "-print_final_stats=1", f"-artifact_prefix={BUILD}/{name}-"]

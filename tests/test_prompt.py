@@ -694,6 +694,8 @@ STREAMS = [  # what, the text of the tokens, the messages, whether something had
       for who in ("assistant", "user", "all")],
     ("a user's turn", "<|channel|>final<|message|>Hi<|end|><|start|>user<|message|>Go on<|end|>",
      [FINAL_HI, {"role": "user", "content": "Go on"}], False),
+    *[(f"a header of {who} without end", f"<|channel|>final<|message|>Hi<|end|><|start|>{who} Go on<|end|>", [FINAL_HI], True)
+      for who in ("user", "functions.f", "functions.f to=assistant")],
     ("a tool's result", "<|start|>functions.f to=assistant<|channel|>commentary<|message|>7<|end|>",
      [{"role": "tool", "name": "functions.f", "channel": "commentary", "recipient": "assistant", "content": "7"}], False),
     ("arguments that touch the name", '<|channel|>commentary to=functions.f{"a": 1}<|call|>', [message('{"a": 1}', **CALL)], True),
