@@ -856,7 +856,7 @@ def test_sigterm_drains():
         kept.request("GET", "/health")
         kept.getresponse().read()
         s.process.send_signal(signal.SIGTERM)
-        s.wait(lambda: "finished" in "".join(s.lines), "draining")
+        s.wait(lambda: "finishing answers" in "".join(s.lines), "draining")
         for i, client in enumerate(clients):
             text = client.makefile("rb").read().decode()
             expect("[DONE]" in text, text[-300:])
@@ -870,7 +870,7 @@ def test_a_second_signal_aborts():
         client = s.open_stream(TEXT, {"prompt": [1] * 300, "max_tokens": 3000, "ignore_eos": True})
         s.wait(lambda: s.metric("answers_running") == 1, "running")
         s.process.send_signal(signal.SIGTERM)
-        s.wait(lambda: "finished" in "".join(s.lines), "draining")
+        s.wait(lambda: "finishing answers" in "".join(s.lines), "draining")
         s.process.send_signal(signal.SIGTERM)
         s.process.wait(patience(5))
         client.close()
