@@ -1322,10 +1322,10 @@ static Value joined(Work *w, const Value *a, size_t n, int64_t times) {
     return a->kind == TEXT ? text_of(&b) : of_list(a->kind, list);
 }
 
-static double of_reals(char operator, double x, double y) {
+static double of_reals(char op, double x, double y) {
     double rest = y ? fmod(x, y) : 0; /* with the sign of y, as Python has it */
     rest = rest == 0 ? copysign(0, y) : (rest < 0) != (y < 0) ? rest + y : rest;
-    switch (operator) {
+    switch (op) {
     case '+': return x + y;
     case '-': return x - y;
     case '*': return x * y;
@@ -1336,10 +1336,10 @@ static double of_reals(char operator, double x, double y) {
     }
 }
 
-static int64_t of_wholes(Work *w, char operator, __int128 x, __int128 y) {
+static int64_t of_wholes(Work *w, char op, __int128 x, __int128 y) {
     __int128 z = 1, rest = y ? x % y : 0;
     if (rest && (rest < 0) != (y < 0)) rest += y;
-    switch (operator) {
+    switch (op) {
     case '+': z = x + y; break;
     case '-': z = x - y; break;
     case '*': z = x * y; break;
@@ -1354,21 +1354,21 @@ static int64_t of_wholes(Work *w, char operator, __int128 x, __int128 y) {
 
 BUILTIN(arithmetic) {
     const Value x = a[0], y = a[1];
-    const char operator= !how[1] ? *how : * how == '/' ? 'f' : '^'; /* f: // and ^: ** */
+    const char op = !how[1] ? *how : *how == '/' ? 'f' : '^'; /* f: // and ^: ** */
     const bool sequence_x = x.kind >= TEXT && x.kind <= TUPLE, sequence_y = y.kind >= TEXT && y.kind <= TUPLE;
     if (x.kind == UNDEFINED || y.kind == UNDEFINED)
         wrong(w, "'%s' is undefined", c_text(w, x.kind == UNDEFINED ? x : y));
-    if (operator== '%' && x.kind == TEXT)
+    if (op == '%' && x.kind == TEXT)
         return call(w, builtin(w, "printed", (Value){0}).function, &(List){.item = (Value[]){x, y}, .n = 2},
                     &(List){0});
-    if (operator== '+' && x.kind == y.kind && sequence_x) return joined(w, a, 2, 1);
-    if (operator== '*' && sequence_x && y.kind != REAL) return joined(w, &x, 1, whole_of(w, y));
-    if (operator== '*' && sequence_y && x.kind != REAL) return joined(w, &y, 1, whole_of(w, x));
+    if (op == '+' && x.kind == y.kind && sequence_x) return joined(w, a, 2, 1);
+    if (op == '*' && sequence_x && y.kind != REAL) return joined(w, &x, 1, whole_of(w, y));
+    if (op == '*' && sequence_y && x.kind != REAL) return joined(w, &y, 1, whole_of(w, x));
     if (!is_number(x) || !is_number(y)) wrong(w, "%s does not go with %s and %s", how, kinds[x.kind], kinds[y.kind]);
-    const bool whole_result = x.kind != REAL && y.kind != REAL && operator!= '/' &&(operator!= '^' || y.whole >= 0);
-    if (strchr("/f%", operator) && number_of(y) == 0) wrong(w, "a division by zero");
-    Value v = whole_result ? whole(of_wholes(w, operator, whole_of(w, x), whole_of(w, y)))
-                           : real(of_reals(operator, number_of(x), number_of(y)));
+    const bool whole_result = x.kind != REAL && y.kind != REAL && op != '/' && (op != '^' || y.whole >= 0);
+    if (strchr("/f%", op) && number_of(y) == 0) wrong(w, "a division by zero");
+    Value v = whole_result ? whole(of_wholes(w, op, whole_of(w, x), whole_of(w, y)))
+                           : real(of_reals(op, number_of(x), number_of(y)));
     v.own = x.own && y.own;
     return v;
 }
