@@ -291,7 +291,10 @@ static int compare(Work *w, Value a, Value b, bool order) {
 }
 
 static bool equal(Work *w, Value a, Value b) {
-    if (a.kind == TEXT && b.kind == TEXT) return a.n == b.n && stands_at(a, 0, b);
+    if (a.kind == TEXT && b.kind == TEXT) {
+        if (a.n == b.n && a.n > 15) spend(w, a.n);
+        return a.n == b.n && stands_at(a, 0, b);
+    }
     return !compare(w, a, b, false);
 }
 
@@ -303,6 +306,7 @@ static Value *map_find(Work *w, const List *map, Value key) {
 }
 
 static void check_key(Work *w, Value key) {
+    spend(w, 0);
     if (key.kind == LIST || key.kind == MAP) wrong(w, "a %s cannot be a key", kinds[key.kind]);
     for (size_t i = 0; key.kind == TUPLE && i < key.list->n; i++) check_key(w, key.list->item[i]);
 }
@@ -1130,12 +1134,12 @@ static void bind(Work *w, const Function *f, List *scope, const List *values, Li
             *list = *named;
             *named = (List){0};
             v = of_list(MAP, list);
-        } else if (given) { /* what is behind it moves up */
+        } else if (used < values->n && !is_text(each->value, "caller")) {
+            v = values->item[used++]; /* if it is named, too, the name is left over: an error */
+        } else if (given) {           /* what is behind it moves up */
             v = *given;
             named->n -= 2;
             memmove(given - 1, given + 1, (size_t)(named->item + named->n - (given - 1)) * sizeof v);
-        } else if (used < values->n && !is_text(each->value, "caller")) {
-            v = values->item[used++];
         } else if (each->a) { /* which does not see a variable of this name outside */
             map_set(w, scope, each->value, v);
             v = eval(w, scope, each->a);
@@ -1554,6 +1558,7 @@ BUILTIN(shaped) {
     char format[16], digits[400];
     Buffer b = {0};
     if (strlen(flags) > 7) wrong(w, "a field is too wide");
+    if (flags[strspn(flags, "-+ 0#123456789.")]) wrong(w, "a field has flags that are not known");
     if (one_of(*type, "sr")) {
         Value shown = *type == 'r' ? repr(w, v) : to_text(w, v);
         const size_t most = dot ? strtoul(dot + 1, NULL, 10) : SIZE_MAX;
@@ -1644,8 +1649,10 @@ BUILTIN(raise_exception) { wrong(w, "%s", c_text(w, to_text(w, *a))); }
 
 BUILTIN(strftime_now) {
     char text_of_day[1000];
-    return text_from(w, text_of_day, strftime(text_of_day, sizeof text_of_day, c_text(w, need_text(w, *a)), w->now),
-                     true);
+    const Value format = need_text(w, *a);
+    bool own = true;
+    for (size_t i = 0; i < format.n; i++) own = own && format.at[i] & OWN;
+    return text_from(w, text_of_day, strftime(text_of_day, sizeof text_of_day, c_text(w, format), w->now), own);
 }
 
 BUILTIN(find_builtin) { return builtin(w, "", need_text(w, *a)); }

@@ -139,8 +139,8 @@ static const char mark[] = "CONTINUE_FINAL_MESSAGE_TAG ";
 static bool mark_last(cJSON *messages, Error *e) {
     cJSON *last = cJSON_GetArrayItem(messages, cJSON_GetArraySize(messages) - 1);
     const char *text = json_string(last, "content");
-    if (!json_is(last, "role", "assistant"))
-        return fail(e, USAGE, "continue_final_message: the last message is not the assistant's");
+    if (!json_is(last, "role", "assistant") || !text)
+        return fail(e, USAGE, "continue_final_message: the last message is not a text of the assistant's");
     LocalText marked = text_print("%s%s", text, mark);
     cJSON_ReplaceItemInObjectCaseSensitive(last, "content", json_word(marked));
     return true;

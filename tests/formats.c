@@ -39,6 +39,12 @@ static void hostile_templates_are_bounded(void) {
         "{{ 'a' * 9999999999 }}",
         "{{ '%9999999999d' % 1 }}",
         "{{ '{:9999999999}'.format(1) }}",
+        "{{ '{:sd}'.format(7) }}",
+        "{{ '{:nd}'.format(7) }}",
+        "{% for x in [1] %}{{ loop.changed(loop=4096) }}{% endfor %}",
+        "{{ 'a'.find(v=7) }}",
+        "{% set ns = namespace(x=()) %}{% for i in range(60) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}{{ {ns.x: 1} "
+        "}}",
         "{{ 7 ** 99999999 }}",
         "{{ [1] * 9999999999 }}",
         "{{ range(100001) | list }}",
