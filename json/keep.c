@@ -189,25 +189,27 @@ static int harmony_call(const Maker *m, const char *name, int given) {
                      mark(m, "<|call|>"));
 }
 
-static int other_call(const Maker *m, const char *name, int given) {
+static int other_call(const Maker *m, const char *name, int given, int end) {
     LocalIds begin = {0};
     int node = NOTHING;
     if (!chat_force(&m->m->chat, "none", name, &begin, m->e)) return NEVER;
     for (size_t i = 0; i < begin.n; i++) node = seq_node(m->g, node, token_node(m->g, begin.data[i]));
-    return rule_node(m->g, "%%%", node, given, call_end(m, name));
+    return rule_node(m->g, "%%%", node, given, end);
 }
 
 /* Calls of one of the functions that may come. */
 static int calls(const Maker *m) {
+    const bool harmonies = m->m->chat.format == &harmony;
     LocalIds cases = {0};
     const cJSON *tool;
-    int i = 0;
+    int i = 0, end = NEVER; /* of any call: it does not depend on the function */
     cJSON_ArrayForEach(tool, tools_of(m->talk)) {
         const char *name = json_string(json_get(tool, "function"), "name");
         const int given = name && (!m->name || same(name, m->name)) ? arguments(m, tool, i) : NEVER;
         i++;
         if (given == NEVER || m->e->code) continue;
-        ids_add(&cases, m->m->chat.format == &harmony ? harmony_call(m, name, given) : other_call(m, name, given));
+        if (!harmonies && end == NEVER) end = call_end(m, name);
+        ids_add(&cases, harmonies ? harmony_call(m, name, given) : other_call(m, name, given, end));
     }
     return alt_node(m->g, cases.data, cases.n);
 }
@@ -299,13 +301,13 @@ static char *key_of(const Maker *m) {
     const cJSON *tools = m->talk ? tools_of(m->talk) : NULL, *each;
     LocalBytes key = {0};
     cJSON_ArrayForEach(each, m->request) {
-        LocalText text = text_listed(fields, each->string) ? json_text(each) : NULL;
-        if (text) bytes_print(&key, "%s %s\n", each->string, text);
+        if (!text_listed(fields, each->string)) continue;
+        bytes_print(&key, "\n%s ", each->string);
+        json_written(&key, each);
     }
-    LocalText text = tools ? json_text(tools) : NULL;
-    if (!text && !key.n && !m->force) return NULL;
-    return text_print("%s%s\n%d%d%d%s", key.n ? key.data : "", text ? text : "", m->talk != NULL, m->force, thinks,
-                      m->name ? m->name : "");
+    if (!tools && !key.n && !m->force) return NULL;
+    if (tools) json_written(&key, tools);
+    return text_print("%s\n%d%d%d%s", key.n ? key.data : "", m->talk != NULL, m->force, thinks, m->name ? m->name : "");
 }
 
 static void open_words(const Session *m) {
@@ -374,6 +376,10 @@ static void forced(Stream *s, Ids *more) {
     }
     if (text.n < 2 || utf8_check(text.data, text.n) < text.n) return;
     if (tokenizer_encode(kept.session->tokenizer, text.data, text.n, 0, more, &e)) more->n -= more->n > 0;
+    size_t fits = 0; /* a tokenizer may add a space, or compose letters */
+    for (int state = state_now(s); fits < more->n; fits++)
+        if (!(state = state_token(g, kept.words, state, more->data[fits]))) break;
+    more->n = fits;
     if (more->n < 2) more->n = 0; /* the mask does as well */
 }
 

@@ -9,7 +9,14 @@
 #include <string.h>
 
 /* LETTERS: rows of tokens that need fewer letters. A token of more bytes than MOST_BYTES is never allowed. */
-enum { LETTERS = 32, MOST_BYTES = 250, MOST_ROWS = 1024, MOST_PREPARED = 256, MOST_STEPS = 200000 };
+enum {
+    LETTERS = 32,
+    MOST_BYTES = 250,
+    MOST_ROWS = 1024,
+    MOST_PREPARED = 256,
+    MOST_STEPS = 200000,
+    MOST_KEPT = 3000000
+};
 
 typedef struct {
     int end, first; /* the branch behind all below it; its first token, in Vocabulary.token */
@@ -150,14 +157,16 @@ int state_token(Grammar *g, const Vocabulary *v, int state, int id) {
 /* ---- masks ---- */
 
 /* Sets the bits of the tokens below a branch that the state there allows. A grammar may be so ambiguous that this would
- * take too long: then longer tokens are left out. */
+ * take too long, or too much memory: then longer tokens are left out, but for the marks that end a text. */
 static void walk(Grammar *g, const Vocabulary *v, int at, int state, uint32_t *row) {
     int path[MOST_BYTES + 1];
     const int end = v->branch[at].end;
     path[v->branch[at].depth] = state;
     for (int i = at + 1; i < end;) {
         const Branch *b = v->branch + i;
-        const bool enough = g->work > MOST_STEPS && b->depth > 1; /* one byte is enough to go on */
+        const bool mark = (unsigned char)*token_text(v, v->token[b->first]).data == CONTROL;
+        const bool much = g->work > MOST_STEPS || g->nodes > MOST_KEPT;
+        const bool enough = much && b->depth > 1 && !mark; /* one byte is enough to go on */
         const int next = path[b->depth] = enough ? NEVER : state_step(g, path[b->depth - 1], b->byte);
         if (next) set_tokens(v, i, i + 1, row);
         i = next ? i + 1 : b->end;

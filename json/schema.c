@@ -178,7 +178,10 @@ static int literals(Compiler *c, const All *all, int i, int word) {
         return refuse(c, all->of[i].schema, "enum", "is not an array of at most 4,096 values");
     for (each = list ? given->child : given; each; each = list ? each->next : NULL) {
         LocalText text = json_text(each);
-        const bool fits = node == c->any || ends(c->g, state_run(c->g, node, text, strlen(text)));
+        LocalBytes written = {0}; /* 1.0 is an integer, too, and a double does not hold all of them */
+        json_written(&written, each);
+        const bool fits = node == c->any || ends(c->g, state_run(c->g, node, text, strlen(text))) ||
+                          ends(c->g, state_run(c->g, node, written.data, written.n));
         if (fits) ids_add(&cases, literal(c, each));
     }
     return alt_node(c->g, cases.data, cases.n);
@@ -231,8 +234,8 @@ static int number(Compiler *c, const All *all, bool whole) {
         if (!isfinite(x)) return refuse(c, schema, keys[i % 4], "is not a number");
         if (whole) {
             const double to = above ? ceil(x) : floor(x);
-            x = to == x && strict ? x + (above ? 1 : -1) : to;
-            strict = false;
+            strict = strict && to == x;
+            x = to;
         }
         node = narrowed(c->g, node, bound_node(c->g, x, above, strict, whole));
     }
@@ -336,7 +339,8 @@ static int object(Compiler *c, const All *all) {
     bool open = true, given = false;
     for (int i = 0; i < all->n; i++) {
         const cJSON *schema = all->of[i].schema;
-        open &= !json_get(schema, "properties") && !json_get(schema, "required");
+        open &= !json_get(schema, "properties") && !json_get(schema, "required") &&
+                !json_get(schema, "unevaluatedProperties");
         given |= json_get(schema, "additionalProperties") != NULL;
     }
     cJSON_ArrayForEach(each, names) {
