@@ -88,7 +88,7 @@ static void give(Share *share) {
     while (true) {
         Request *q, *first = NULL;
         TAILQ_FOREACH(q, &server.requests, next) {
-            if (q->waits != share) continue;
+            if (q->waits != share || q->error.code) continue; /* it gives up, and takes nothing */
             if (!first || q->client->part_turn < first->client->part_turn) first = q;
         }
         if (!first || share->taken + first->wants > share->most) return;
@@ -222,8 +222,9 @@ static bool check_request(Request *q, const char *method, const char *version) {
         return true;
     }
     if (preflight || !find_endpoint(q, method)) return true;
+    const char *key = q->key ? q->key : "";
     lock();
-    q->client = client_join(text_hash(q->address->name, q->key ? q->key : "", q->key ? strlen(q->key) : 0));
+    q->client = client_join(text_hash(q->address->name, key, strlen(key) + 1)); /* never the address's own name */
     if (!(q->endpoint->is & OPEN) && server.keys && !q->key)
         fail(e, 401, "Incorrect API key provided, or none: send it as Authorization: Bearer KEY");
     else if (!(q->endpoint->is & SPARE) && q->address->users > most_of_address())
@@ -404,8 +405,9 @@ static void request_ended(void *data, struct MHD_Connection *connection, void **
     lock();
     if (q->stream && q->error.code) q->status = (unsigned)q->error.code;
     if (!q->status || why != MHD_REQUEST_TERMINATED_COMPLETED_OK) q->status = CLIENT_LEFT;
-    log_request(q);
+    LocalText line = log_line(q);
     unlock();
+    if (line) fprintf(stderr, "%s\n", line); /* stderr may block */
     end_request(q);
     q->deadline = seconds() + READ_SECONDS;
     *state = NULL;
@@ -464,7 +466,8 @@ struct MHD_Daemon *start_daemon(void) {
     if (!d)
         fail(&e, FAILED, "%.100s port %d: %m; choose another with --host or --port", given.host, given.port), die(&e);
     freeaddrinfo(to);
-    fprintf(stderr, v6 ? "infer: %s on http://[%s]:%d\n" : "infer: %s on http://%s:%d\n", server.name, given.host,
+    const bool number = strchr(given.host, ':');
+    fprintf(stderr, number ? "infer: %s on http://[%s]:%d\n" : "infer: %s on http://%s:%d\n", server.name, given.host,
             MHD_get_daemon_info(d, MHD_DAEMON_INFO_BIND_PORT)->port);
     return d;
 }

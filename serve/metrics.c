@@ -22,17 +22,17 @@ void count_answer(const Choice *c) {
     if (strcmp(c->finish, "error")) server.usual += (took - server.usual) / 8;
 }
 
-void log_request(const Request *q) {
+char *log_line(const Request *q) {
     const bool failed = q->status >= 400, answered = q->choices && !failed;
     const int endpoint = q->endpoint ? (int)(q->endpoint - endpoints) : ENDPOINTS;
     const double took = seconds() - q->began;
     server.count[endpoint][q->status]++;
     if (answered) observe(&server.to_end, took);
-    if (!strcmp(given.log, "off") || (!failed && strcmp(given.log, "all"))) return;
+    if (!strcmp(given.log, "off") || (!failed && strcmp(given.log, "all"))) return NULL;
     size_t prompt = 0, tokens = 0;
     for (const Choice *c = q->choice; c < q->choice + q->choices; c++)
         prompt += c->stream.prompt, tokens += c->stream.tokens.n - c->stream.prompt;
-    LocalBytes line = {0};
+    Bytes line = {0};
     LocalText path = text_print("%.20s %.200s", q->method, q->url);
     bytes_print(&line, "infer: request %s from %s: ", q->trace, q->from);
     bytes_shown(&line, path, strlen(path), false);
@@ -40,7 +40,7 @@ void log_request(const Request *q) {
     if (q->choices) bytes_print(&line, ", %zu + %zu tokens", prompt, tokens);
     if (failed && q->error.code)
         bytes_text(&line, ": "), bytes_shown(&line, q->error.text, strlen(q->error.text), false);
-    fprintf(stderr, "%s\n", line.data);
+    return line.data;
 }
 
 /* ---- /metrics ---- */

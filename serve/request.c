@@ -351,7 +351,7 @@ static bool check_length(Request *q) {
         n += cJSON_IsString(content) ? strlen(content->valuestring) : 0;
         cJSON_ArrayForEach(part, content) n += json_string(part, "text") ? strlen(json_string(part, "text")) : 0;
     }
-    return n <= server.most_bytes || too_long(q, n, "bytes");
+    return !q->answers || n <= server.most_bytes || too_long(q, n, "bytes"); /* /tokenize counts any text */
 }
 
 /* Takes chat_template_kwargs: one of two names that templates have for thinking, or both; an effort; and whatever else

@@ -47,7 +47,9 @@ bool can_answer(Request *q) {
 
 /* The last quarter of the queue is for clients that have no answer in it yet. */
 bool has_place(Request *q, int choices) {
-    const int most = given.streams + given.queue - (q->client->live ? given.queue / 4 : 0);
+    const int all = given.streams + given.queue, most = all - (q->client->live ? given.queue / 4 : 0);
+    if (choices > all)
+        return fail(&q->error, 400, "this server takes %d answers at once, not %d: ask for fewer", all, choices);
     return server.live + choices <= most ||
            fail(&q->error, 429, "%d answers are being written or wait, %d of them yours: try again", server.live,
                 q->client->live);

@@ -189,7 +189,7 @@ struct MHD_Daemon *start_daemon(void); /* listens where --host and --port say, o
 /* metrics.c; the caller holds the lock, but for metrics() */
 void observe(Histogram *h, double value);
 void count_answer(const Choice *c);
-void log_request(const Request *q);
+char *log_line(const Request *q); /* counts it; NULL: --log wants no line. Free it */
 void metrics(Request *q);
 
 #endif

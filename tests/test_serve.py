@@ -771,6 +771,9 @@ def test_tokenize():
         s.refuses("/detokenize", {"tokens": "abc"}, "array")
         template = s.post("/tokenize", {"prompt": "a", "add_special_tokens": True})["tokens"]
         same(template, json.loads(infer("tokenize", PARROT, "--special", stdin="a").text))
+    with Server(PARROT, "--ctx", 64) as s:  # any text is counted, also one that no context holds
+        for text in ({"prompt": "x " * 9999}, {"messages": [{"role": "user", "content": "x " * 9999}]}):
+            expect(len(s.post("/tokenize", text)["tokens"]) > 9999, f"tokens of {list(text)}")
 
 
 # ---- keys, addresses, the end
@@ -842,6 +845,7 @@ def test_a_full_queue_says_so():
                 break
         same(left, 2, "answers that still run or wait")
         s.post(TEXT, {"prompt": [1]})
+        s.refuses(TEXT, {"prompt": [1], "n": 3}, "takes 2 answers at once")  # however often it comes
 
 
 def test_sigterm_drains():
