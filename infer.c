@@ -1038,12 +1038,12 @@ static void print_help(const Command *c) {
             LocalText text = text_print(o->initial ? "%s (%s)" : "%s", o->help, o->initial);
             print_row(stdout, name, 29, text);
         }
-    print_row(stdout, "", 0, "The manual says more: man infer, or man commands/infer.1.");
+    print_row(stdout, "", 0, "The manual says more: man infer.");
 }
 
 /* ---- opening a model ---- */
 
-/* Takes the only model that is here. If there are several, commands/ asks. */
+/* Takes the only model that is here. If there are several, a room may ask. */
 static bool choose_model(Session *s, Error *e) {
     LOCAL(models_free) Models here = models_list();
     LocalBytes names = {0};
@@ -1328,7 +1328,7 @@ int converse(Play *p) {
     Answer a = {.p = p};
     if (terminal) terminal->answering(true, p->loop);
     bool ok = answer(&a, &e);
-    if (terminal) terminal->answering(false, p->loop);
+    if (terminal) terminal->reading(NULL), terminal->answering(false, p->loop);
     if (a.reason && given.json) print_answer_json(&a);
     if (a.reason && !p->m.quiet) print_statistics(&a, p->loop ? stdout : stderr);
     const bool full = p->loop && (e.code == NO_ROOM || same(a.reason, "context full"));
@@ -1357,7 +1357,8 @@ static bool read_prompt(Play *p, Bytes *text, Error *e) {
     const bool reads = given.file || !isatty(STDIN_FILENO);
     LocalBytes piped = {0};
     p->loop = !given.prompt && !reads;
-    if (given.schema && !keeping) return fail(e, USAGE, "--schema: this build has no json/");
+    if (given.schema && !keeping)
+        return fail(e, USAGE, "--schema is not in this build: make without EXTENSIONS=no has it");
     if (given.prompt && given.file) return fail(e, USAGE, "give the prompt with -p or with -f, not with both");
     if (given.prompt) bytes_text(text, given.prompt);
     if (reads) text_read(given.file, &piped);
@@ -1368,7 +1369,7 @@ static bool read_prompt(Play *p, Bytes *text, Error *e) {
     return check_text("the prompt", text->data, text->n, e);
 }
 
-/* The loop without terminal/: a line is a question. Ctrl+C at the prompt clears it. */
+/* The plain loop: a line is a question. Ctrl+C at the prompt clears it. */
 static int plain_loop(Play *p) {
     LOCAL(text_free) char *line = NULL;
     size_t room = 0;
@@ -1745,7 +1746,7 @@ __attribute__((weak)) int main(int argc, char **argv) { /* a test program has it
     else
         code = c->run(model);
     if ((fflush(stdout) || ferror(stdout)) && code == DONE) {
-        fail(&e, FAILED, "%s could not be written: its disk is full", output_file ? output_file : "the output");
+        fail(&e, FAILED, "%s could not be written: is its disk full?", output_file ? output_file : "the output");
         die(&e);
     }
     return code;

@@ -203,8 +203,10 @@ static void write_body(Bytes *out) {
     cJSON *body = json_object("prompt", prompt, "model", model, "max_tokens", json_number(given.tokens), "temperature",
                               json_number(0), "ignore_eos", cJSON_CreateTrue(), "stream", cJSON_CreateTrue(),
                               "stream_options", json_object("include_usage", cJSON_CreateTrue(), NULL), NULL);
-    for (cJSON *each; more && (each = more->child);)
+    for (cJSON *each; more && (each = more->child);) {
+        cJSON_DeleteItemFromObjectCaseSensitive(body, each->string);
         cJSON_AddItemToObject(body, each->string, cJSON_DetachItemViaPointer(more, each));
+    }
     json_append(out, body);
 }
 
@@ -314,6 +316,10 @@ static int run_bench(const char *model) {
     b.json = !strcmp(given.format, "json");
     if (!b.json && strcmp(given.format, "md"))
         fail(&e, USAGE, "--output must be md or json, not '%.40s'", given.format), die(&e);
+    LocalJson fields = given.fields ? json_parse(given.fields, strlen(given.fields), "--fields", &e) : NULL;
+    if (given.fields && !cJSON_IsObject(fields))
+        fail(&e, USAGE, "--fields must be a JSON object like {\"guided_json\": {}}, not '%.40s'", given.fields),
+            die(&e);
     setlinebuf(stdout); /* a row appears when it is measured */
     if (given.server) return bench_server(model, b.json);
     for (int i = 0; i < given.streams.n; i++) limits.max_seqs = MAX(limits.max_seqs, given.streams.value[i]);

@@ -181,7 +181,6 @@ static void set_answering(bool on, bool loop) {
     const pid_t front = tcgetpgrp(STDOUT_FILENO);
     if (loop) sigaction(SIGTSTP, &stop, NULL), sigaction(SIGINT, &interrupt, NULL);
     answers_to = loop ? stdout : stderr;
-    if (!on) reading(NULL);
     if ((front >= 0 && front != getpgrp()) || tcgetattr(STDOUT_FILENO, &mode))
         return; /* it would stop a background job */
     mode.c_lflag = on ? (mode.c_lflag & ~echo) | NOFLSH : (mode.c_lflag | echo) & ~(tcflag_t)NOFLSH;
@@ -192,6 +191,7 @@ static void set_answering(bool on, bool loop) {
 static void suspend(int number) {
     const int error = errno;
     set_answering(false, true);
+    if (waiting && write(STDOUT_FILENO, ERASE_LINE, strlen(ERASE_LINE)) < 0) {}
     if (editor.brackets && write(STDOUT_FILENO, BRACKETS_OFF, strlen(BRACKETS_OFF)) < 0) {}
     raise(number);
     if (editor.brackets && write(STDOUT_FILENO, BRACKETS_ON, strlen(BRACKETS_ON)) < 0) {}
@@ -288,7 +288,7 @@ static void editor_open(void) {
     if (texts < 0 && !stat(path, &file) && file.st_size) {
         fprintf(stderr, "infer: %s is no history that can be read: it stays as it is, and gets no new lines\n", path);
         free(path), editor.path = NULL;
-    } else if (texts < 0 || texts > 10 * HISTORY) {
+    } else if ((texts < 0 || texts > 10 * HISTORY) && file_exists(path)) { /* no device: libedit changes its mode */
         history(editor.history, &event, H_SAVE, path);
     }
 }
@@ -560,12 +560,13 @@ static void full(Play *p, bool answered, Error *e) {
         return;
     }
     make_prompt(p, &with, e);
-    conversation_cut(&p->talk, p->talk.messages - 1);
+    Bytes *question = &p->talk.message[p->talk.messages - 1].content;
+    question->n = *question->data = 0; /* empty, not gone: templates show the thoughts behind the last question */
     make_prompt(p, &rest, e);
+    conversation_cut(&p->talk, p->talk.messages - 1);
     fail(e, NO_ROOM,
          "not asked: the question has %s tokens, and %s fit behind the conversation's %s: shorten it, /clear begins "
-         "anew, "
-         "infer play --ctx chooses a larger context",
+         "anew, infer play --ctx chooses a larger context",
          COUNT(with.n - rest.n), COUNT(context > rest.n ? context - 1 - rest.n : 0), COUNT(rest.n));
 }
 

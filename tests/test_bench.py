@@ -66,6 +66,8 @@ def test_refuses(folder):
     for options, word in ((("-p", "0"), "from 1"), (("-b", "1,x"), "'1,x'"), (("-r", "3x"), "'3x'"),
                           (("-o", "xml"), "xml"), (("a", "b"), "too many")):
         refused("bench", TINY, *options, code=2, words=[word])
+    for fields in ("{guided_json: {}}", "[1]", "5"):
+        refused("bench", "--serve", "http://localhost:1", "--fields", fields, code=2, words=["--fields"])
     expect("left out" in infer("bench", TINY, *"-p 9999999 -b 1 -d 9999999".split(), code=4).err, "nothing fits")
     (folder / "config.json").write_bytes((TINY / "config.json").read_bytes())
     refused("bench", TINY, "--encoding", "fp8", code=2, words=["has weights", "--encoding"])

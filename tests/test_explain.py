@@ -120,6 +120,6 @@ def test_wrong_options(folder):
     each([(" ".join(map(str, options))[:30], options, code, words) for options, code, words in (
         ([], 2, ["-p", "--ids"]), (["-p", ""], 2, ["empty"]), (["--ids", "448"], 2, ["448"]),
         (["--ids", "1," * 513], 2, ["513", "512"]), (["--ids", 1, "-o", folder / "none" / "x"], 1, ["none/x"]),
-        (["--ids", 1, "-o", "/dev/full"], 1, ["/dev/full", "disk is full"]))],
+        (["--ids", 1, "-o", "/dev/full"], 1, ["/dev/full", "disk full"]))],
         lambda name, options, code, words: refused("explain", PARROT, *options, words=words, code=code))
     same(infer("explain", PARROT, "--ids", 5).text.count(":"), 2, "one token, and nothing before it")

@@ -988,6 +988,7 @@ def test_offer(folder):
 
 def test_shards_in_a_narrow_terminal(folder):
     """Shards can be told apart, and the terminal is told to cut lines that are longer than it is wide."""
+    needs("terminal")
     names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     with FakeHub({**SMALL, **{name: NOISE + bytes([i]) for i, name in enumerate(names)}}) as hub:
         hub.rate = 2e5

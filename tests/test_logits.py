@@ -148,4 +148,4 @@ def test_wrong_options(folder):
         (["--ids", 1, "--gpu", "-1"], ["--gpu"]))],
         lambda name, options, words: refused("logits", PARROT, *options, words=words, code=2))
     refused("logits", PARROT, "--ids", 1, "-o", folder / "none" / "x", words=["none/x"], code=1)
-    refused("logits", PARROT, "--ids", 1, "-o", "/dev/full", words=["/dev/full", "disk is full"], code=1)
+    refused("logits", PARROT, "--ids", 1, "-o", "/dev/full", words=["/dev/full", "disk full"], code=1)

@@ -1028,7 +1028,7 @@ def test_question_that_does_not_fit():
         if not has("terminal"):
             t.say(long, "full", *CURES)
             return
-        fits = len(prompt) + 2 - (rest := size_of("Hello!", HELLO["answer"]))
+        fits = len(prompt) + 2 - (rest := size_of("Hello!", HELLO["answer"], ""))
         asked = size_of("Hello!", HELLO["answer"], long)
         shown = t.say(long, "not asked", f"has {asked - rest} tokens", f"{fits} fit", f"conversation's {rest}", *CURES[1:])
         expect("reading" not in shown, "the line that shows waiting stays")
@@ -1228,11 +1228,13 @@ def test_history_elsewhere_or_nowhere(folder):
     """INFER_HISTORY names another file, /dev/null none; a folder that cannot be written is said to be so."""
     needs("terminal")
     (folder / "file").write_text("")
+    mode = os.stat("/dev/null").st_mode
     for place, kept, said in (("mine", True, False), ("/dev/null", False, False), ("file/history", False, True)):
         with play(*SHORT, HOME=folder, INFER_HISTORY=folder / place) as t:
             t.say("/effort low")
             expect(("no history is kept" in t.text()) == said, f"{place}: {t.text()!r}")
         same((folder / place).exists() and "/effort" in (folder / place).read_text(), kept, place)
+        same(os.stat("/dev/null").st_mode, mode, "permissions of /dev/null")
     expect(not (folder / ".cache").exists(), "the usual file was made")
 
 

@@ -1,5 +1,6 @@
 """README.md agrees with the sources: its length, the files' lines, the messages it explains, the functions it names. And
 what a build shows."""
+import os
 import re
 import subprocess
 
@@ -64,7 +65,9 @@ def test_functions():
 
 def test_a_build_shows_a_line_a_file():
     """With V=1 the commands."""
+    alone = {**os.environ, "MAKEFLAGS": ""}  # of a make that runs this
     for more in ([], ["V=1"]):
-        shown = subprocess.run(["make", "-Bn", *more, "build/reference/base.o"], cwd=ROOT, capture_output=True, text=True).stdout
+        shown = subprocess.run(["make", "-Bn", *more, "build/reference/base.o"], cwd=ROOT, env=alone, capture_output=True,
+                               text=True).stdout
         line = next(line for line in shown.splitlines() if "base.c" in line)
         same(line.startswith('echo "cc base.c"'), not more, line)
