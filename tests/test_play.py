@@ -500,7 +500,7 @@ def prompt_size(shown):
 
 def size_of(*texts, **more):
     """Tokens of the prompt of a conversation: question, answer, question, ... An answer of None is missing."""
-    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts) if text]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts) if text is not None]
     return len(render({"messages": messages, "date": DATE, **more}))
 
 
