@@ -905,7 +905,7 @@ def test_heartbeat():
     with Server(TINY, "--streams", 1, program=PLAIN) as s:
         first = s.open_stream(TEXT, {"prompt": [1], "max_tokens": 4000, "ignore_eos": True})
         s.wait(lambda: s.metric("answers_running") == 1, "running")
-        second = s.open_stream(TEXT, {"prompt": [2], "max_tokens": 3, "ignore_eos": True,
+        second = s.open_stream(TEXT, {"prompt": [2], "max_tokens": 3, "temperature": 0, "ignore_eos": True,
                                       "stream_options": {"include_usage": True}})
         seen = b""
         while b"\n: " not in seen:
