@@ -164,9 +164,9 @@ static void walk(Grammar *g, const Vocabulary *v, int at, int state, uint32_t *r
     path[v->branch[at].depth] = state;
     for (int i = at + 1; i < end;) {
         const Branch *b = v->branch + i;
-        const bool mark = (unsigned char)*token_text(v, v->token[b->first]).data == CONTROL;
         const bool much = g->work > MOST_STEPS || g->nodes > MOST_KEPT;
-        const bool enough = much && b->depth > 1 && !mark; /* one byte is enough to go on */
+        const bool enough = much && b->depth > 1 && /* one byte is enough to go on */
+                            (unsigned char)*token_text(v, v->token[b->first]).data != CONTROL;
         const int next = path[b->depth] = enough ? NEVER : state_step(g, path[b->depth - 1], b->byte);
         if (next) set_tokens(v, i, i + 1, row);
         i = next ? i + 1 : b->end;
