@@ -151,6 +151,7 @@ enum { FIRST_ID = 256, PROMPT_IDS = 768 }; /* in prompts: in most vocabularies t
 static struct {              /* a row of the table */
     const char *model, *url; /* model: its name at the server, or NULL; url: of completions */
     struct curl_slist *headers;
+    cJSON *fields;                 /* of --fields, or NULL */
     int prompt, clients, requests; /* tokens of a prompt; requests of a client */
     pthread_mutex_t lock;          /* of what follows; a client that fails keeps it, so only one error is printed */
     double tokens, seconds;
@@ -198,14 +199,14 @@ static void write_body(Bytes *out) {
     cJSON *prompt = cJSON_CreateArray(), *model = load.model ? json_word(load.model) : NULL;
     for (int i = 0; i < load.prompt; i++)
         cJSON_AddItemToArray(prompt, json_number((double)(FIRST_ID + random() % PROMPT_IDS)));
-    LocalJson more = given.fields ? cJSON_Parse(given.fields) : NULL;
+    const cJSON *each;
     /* servers that know ignore_eos give answers of equal length */
     cJSON *body = json_object("prompt", prompt, "model", model, "max_tokens", json_number(given.tokens), "temperature",
                               json_number(0), "ignore_eos", cJSON_CreateTrue(), "stream", cJSON_CreateTrue(),
                               "stream_options", json_object("include_usage", cJSON_CreateTrue(), NULL), NULL);
-    for (cJSON *each; more && (each = more->child);) {
+    cJSON_ArrayForEach(each, load.fields) {
         cJSON_DeleteItemFromObjectCaseSensitive(body, each->string);
-        cJSON_AddItemToObject(body, each->string, cJSON_DetachItemViaPointer(more, each));
+        json_add(body, each->string, cJSON_Duplicate(each, true), NULL);
     }
     json_append(out, body);
 }
@@ -316,8 +317,8 @@ static int run_bench(const char *model) {
     b.json = !strcmp(given.format, "json");
     if (!b.json && strcmp(given.format, "md"))
         fail(&e, USAGE, "--output must be md or json, not '%.40s'", given.format), die(&e);
-    LocalJson fields = given.fields ? json_parse(given.fields, strlen(given.fields), "--fields", &e) : NULL;
-    if (given.fields && !cJSON_IsObject(fields))
+    if (given.fields) load.fields = json_parse(given.fields, strlen(given.fields), "--fields", &e);
+    if (given.fields && !cJSON_IsObject(load.fields))
         fail(&e, USAGE, "--fields must be a JSON object like {\"guided_json\": {}}, not '%.40s'", given.fields),
             die(&e);
     setlinebuf(stdout); /* a row appears when it is measured */
