@@ -503,12 +503,12 @@ bool output_open(const char *path, Error *e); /* stdout goes to this file; a fai
  * it did. */
 bool put_escape(FILE *f, const char *escape);
 /* Writes a label and a text, which may come from a model or a file, as a line or more. On a terminal no escape sequence
- * in it takes effect, lines end between words, and those that go on stand below the text. style: one, or NULL. */
+ * in it takes effect, and a line that is too long goes on below the text. style: an escape sequence, or NULL. */
 void put_text(FILE *f, const char *style, const char *label, const char *text);
 /* Prints a name and a paragraph. If the window is wide enough, the paragraph begins at `column`. */
 void print_row(FILE *f, const char *name, int column, const char *text);
-/* Prints the text of tokens exactly; on a terminal without its escape sequences, control tokens in reverse, and ended.
- */
+/* Prints the text of tokens exactly; on a terminal without escape sequences, with control tokens in reverse and a line
+ * break behind it. */
 void print_text(const Tokenizer *t, const Ids *ids);
 
 /* Text that arrives in parts; on a terminal it is written as put_text() writes it. */

@@ -65,7 +65,8 @@ static const char *const marks[MARKS][2] = {{"<think>", "</think>"}, {"[THINK]",
 
 /* Texts that Gemma puts around texts, and tokens that no answer has: with one the model goes on in somebody's name. */
 static const char *const quotes[QUOTES] = {"<|\"|>", "<escape>", "\"", "'"};
-static const char others[] = "<tool_response> <｜tool▁outputs▁begin｜> <｜tool▁output▁begin｜> <｜User｜> <|user|>";
+static const char others[] = "<tool_response> <｜tool▁outputs▁begin｜> <｜tool▁output▁begin｜> "
+                             "<｜User｜> <|user|>";
 static const char python_tag[] = "<|python_tag|>"; /* Llama writes that in front of a call, or nothing */
 
 /* The text without white space at both ends; not a copy. */
