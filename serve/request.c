@@ -407,7 +407,8 @@ static bool keep_rule(Request *q, int first, const Conversation *talk, const Ans
     static const char asks[] = "response_format guided_json guided_regex guided_choice structured_outputs";
     const cJSON *each;
     cJSON_ArrayForEach(each, q->json) {
-        if (keeping || !text_listed(asks, each->string) || json_is(each, "type", "text")) continue;
+        const bool asked = !cJSON_IsNull(each) && !json_is(each, "type", "text");
+        if (keeping || !asked || !text_listed(asks, each->string)) continue;
         return fail(&q->error, 400, "%s is not supported: this server was built without json/", each->string);
     }
     Rule *rule = keeping ? keeping->make(&server.s, q->json, talk, to->force, to->name, &q->error) : NULL;

@@ -64,7 +64,7 @@ static void sizes_are_those_of_the_makers(void) {
         has_sizes(models[i].name, &c.model, models[i].parameters, models[i].read, models[i].cache);
         double weights = (double)reference.weight_bytes(&c.model) / 2;
         checkpoint_close(&c);
-        if (models[i].mixed <= 0) continue;
+        if (models[i].mixed <= 0 || !*packings) continue; /* without encodings/ */
         must(random_weights_open(&c, dir, "q4_k_m", &e), &e);
         double bits = (double)reference.weight_bytes(&c.model) * 8 / weights;
         check(fabs(bits - models[i].mixed) < 0.01, "%s: %g bits a weight as Q4_K_M", models[i].name, bits);
