@@ -453,10 +453,9 @@ Read answers_read(Reader *r, int token, int which) {
     const bool stop = ends(r, token, which), mark = which <= CLOSE_CALLS;
     size_t at;
     bool may;
-    const int python = tokenizer_added(r->chat->tokenizer, python_tag);
     if (stop || mark)
         tokenizer_flush(&r->decoder, &r->pending);
-    else if (token != python || !r->chat->calls || row_of(r->chat)->open)
+    else if (token != tokenizer_added(r->chat->tokenizer, python_tag) || !r->chat->calls || row_of(r->chat)->open)
         tokenizer_decode(r->chat->tokenizer, &r->decoder, token, &r->pending);
     int spelled = find_mark(r, &at);
     for (; spelled >= 0 && (stop || mark); spelled = find_mark(r, &at)) read_spelled(r, spelled, at);

@@ -1515,11 +1515,6 @@ BUILTIN(split) { /* at white space or at a text, at most so many times */
     return of_list(LIST, out);
 }
 
-BUILTIN(find_text) {
-    const size_t at = find(w, a[0], need_text(w, a[1]), 0);
-    return whole(at == SIZE_MAX ? -1 : (int64_t)at);
-}
-
 BUILTIN(length) {
     const bool has = a->kind >= TEXT && a->kind <= MAP && a->kind != STREAM;
     if (!has && a->kind != UNDEFINED) wrong(w, "a %s has no length", kinds[a->kind]);
@@ -1579,9 +1574,9 @@ BUILTIN(shaped) {
     return text_from(w, digits, (size_t)length, v.own);
 }
 
-BUILTIN(json) { /* of a[0], with the rest as Style has it */
+BUILTIN(json) { /* or repr(), of a[0], with the rest as Style has it */
     Buffer b = {0};
-    put_value(w, &b, a[0], &(Style){true, truth(a[1]), truth(a[2]), need_text(w, a[3]), need_text(w, a[4]), a[5]}, 0);
+    put_value(w, &b, a[0], &(Style){*how, truth(a[1]), truth(a[2]), need_text(w, a[3]), need_text(w, a[4]), a[5]}, 0);
     return text_of(&b);
 }
 
@@ -1607,10 +1602,8 @@ BUILTIN(is_kind) { /* how: a letter for each kind that is one */
 BUILTIN(is_same) { return boolean(a[0].kind == a[1].kind && equal(w, a[0], a[1])); }
 
 BUILTIN(sorted) { /* pairs, by their first values */
-    List *pairs = new_list(w), *given = items_of(w, a[0]);
-    for (size_t i = 0; i < given->n; i++) push(w, pairs, given->item[i]);
-    sort(w, pairs, truth(a[1]));
-    return of_list(LIST, pairs);
+    sort(w, a[0].list, truth(a[1]));
+    return a[0];
 }
 
 BUILTIN(stream) { return of_list(STREAM, items_of(w, *a)); }
@@ -1666,7 +1659,6 @@ static const struct {
     {change_case, "(v)", "filter_upper:u str_upper:u filter_lower:l str_lower:l"},
     {has_only, "(v)", "str_isalpha:L str_isalnum:LN str_isdigit:N"},
     {split, "(v, sep=none, maxsplit=-1)", "str_split:"},
-    {find_text, "(v, sub)", "str_find:"},
     {length, "(v)", "filter_length: filter_count:"},
     {list, "(v)", "filter_list: list_copy:"},
     {string, "(v)", "filter_string: filter_safe:"},
@@ -1691,7 +1683,7 @@ static const struct {
     {stream, "(list)", "stream:"},
     {sequence, "(key, items)", "group:group"},
     {shaped, "(flags, type, v)", "shaped:"},
-    {json, "(v, ascii, sorted, comma, colon, indent)", "json:"},
+    {json, "(v, ascii, sorted, comma, colon, indent)", "json:json repr:"},
     {find_builtin, "(name)", "builtin:"},
 };
 
@@ -1728,14 +1720,14 @@ static const char prelude[] =
     " set ns = namespace(v=v.replace('\\r\\n', '\\n'));"
     " for c in '\\r\\v\\f\\x1c\\x1d\\x1e\\x85\\u2028\\u2029'; set ns.v = ns.v.replace(c, '\\n'); endfor;"
     " set lines = ns.v.split('\\n');"
-    " set ended = lines[:-1];"
-    " return [line + '\\n' if keepends else line for line in ended] + (lines[-1:] if lines[-1] else []); endmacro;"
+    " return [line + '\\n' if keepends else line for line in lines[:-1]] + (lines[-1:] if lines[-1] else []); endmacro;"
     "macro str_join(v, iterable); for x in iterable; write ('' if loop.first else v) + x; endfor; endmacro;"
     "macro str_replace(v, old, new, count=-1);"
     " if old; return new.join(v.split(old, count)); endif;"
     " for c in v; write new if count < 0 or loop.index0 < count; write c; endfor;"
     " write new if count < 0 or v|length < count; endmacro;"
     "macro str_count(v, sub) = v.split(sub)|length - 1 if sub else v|length + 1;"
+    "macro str_find(v, sub) = -1 if sub not in v else v.split(sub, 1)[0]|length if sub else 0;"
     "macro str_rfind(v, sub); set at = v[::-1].find(sub[::-1]);"
     " return at if at < 0 else v|length - sub|length - at; endmacro;"
     "macro found(at) = raise_exception('index() finds nothing') if at < 0 else at;"
@@ -1764,22 +1756,25 @@ static const char prelude[] =
     "   set ns.at = ns.at + (1 if key is none else 0);"
     "  endif;"
     " endfor;"
-    " write raise_exception('a format needs as many values') if ns.at != all|length and values is not mapping;"
-    " endmacro;"
+    " write raise_exception('fields and values differ in number') if ns.at != all|length and values is not mapping; "
+    "endmacro;"
     /* text.format(): what stands outside of fields, a field's value as its part behind the colon says, all of it */
     "macro plain(piece, v) = raise_exception('a } stands alone') if '}' in piece.replace('}}', '')"
     " else piece.replace('}}', first(v, '}')).replace('\\x01', first(v, '{'));"
+    "macro grouped(v) = grouped(v[:-3]) ~ ',' ~ v[-3:] if v[-4:-3].isdigit() else v;"
     "macro formed(v, spec);"
-    " if spec and v is not string and v is not number; return raise_exception('format() of a value without a form');"
+    " if spec[:1] == ',' and spec[1:2] not in ['<', '>', '^'];"
+    "  set parts = formed(+v, spec[1:]).split('.');"
+    "  return '.'.join([grouped(parts[0])] + parts[1:]);"
     " endif;"
+    " if spec and v is not string and v is not number; return raise_exception('this value takes no format'); endif;"
     " set v = +v if v is boolean and spec else v;"
     " set form = spec.lstrip('<>^');"
     " set form = form if form[-1:].isalpha() else form ~ 's';"
     " set left = '-' if spec[:1] == '<' or v is string and spec[:1] != '>' else '';"
     " if spec[:1] != '^'; return shaped(left ~ form[:-1], form[-1], v); endif;"
-    " set text = v|string;"
-    " set pad = form[:-1]|int - text|length;"
-    " return ' ' * (pad // 2) ~ text ~ ' ' * (pad - pad // 2); endmacro;"
+    " set pad = form[:-1]|int - v|string|length;"
+    " return ' ' * (pad // 2) ~ v ~ ' ' * (pad - pad // 2); endmacro;"
     "macro str_format(v);"
     " set ns = namespace(at=0);"
     " for piece in v.replace('{{', '\\x01').split('{');"
@@ -1796,8 +1791,7 @@ static const char prelude[] =
     "  endif;"
     " endfor; endmacro;"
 
-    /* what filters share: the value at a path such as a.0.b, or v itself; what x is sorted by; that with x, for each x
-     */
+    /* what filters share: the value at a path such as a.0.b, or v itself; what x is sorted by; that with each x */
     "macro path(v, at);"
     " set ns = namespace(v=v);"
     " for k in (at.split('.') if at is string else [] if at is none else [at]);"
@@ -1881,8 +1875,7 @@ static const char prelude[] =
     " for x in v; set ns.sum = ns.sum + path(x, attribute); endfor;"
     " return ns.sum; endmacro;"
     "macro begins_word(before) = before is undefined or before.isspace() or before in '-({[<';"
-    "macro filter_title(v) ="
-    " ''.join([c.upper() if begins_word(loop.previtem) else c.lower() for c in v|string]);"
+    "macro filter_title(v) = ''.join([c.upper() if begins_word(loop.previtem) else c.lower() for c in v|string]);"
     "macro filter_tojson(v, ensure_ascii=false, indent=none, separators=none, sort_keys=false);"
     " set comma, colon = separators or (', ' if indent is none else ',', ': ');"
     " return json(v, ensure_ascii, sort_keys, comma, colon, ' ' * indent if indent is number else indent); endmacro;"
@@ -1894,17 +1887,55 @@ static const char prelude[] =
     " set pairs = keyed(v, attribute, case_sensitive);"
     " set all = [{k: 0} for k, x in pairs];"
     " return stream([pairs[i][1] for i in range(all|length) if all[i] not in all[:i]]); endmacro;"
-    "macro filter_wordcount(v) ="
-    " ''.join([c if c.isalnum() or c == '_' else ' ' for c in v|string]).split()|length;"
+    "macro filter_wordcount(v) = ''.join([c if c.isalnum() or c == '_' else ' ' for c in v|string]).split()|length;"
+    /* a text with \\x01 wherever a line may begin, as Python's textwrap has it, but for dashes and single letters */
+    "macro words(v, hyphens);"
+    " for c in v;"
+    "  set i = loop.index0;"
+    "  set hyphen = hyphens and v[i - 1:i] == '-' and v[i - 3:i - 1].isalpha() and v[i:i + 2].isalpha();"
+    "  write ('\\x01' if hyphen or v[i - 1:i] == '\\n' or v[i - 1:i] in '\\t ' and c not in '\\t \\n' else '') ~ c;"
+    " endfor; endmacro;"
+    "macro filter_wordwrap(v, width=79, break_long_words=true, wrapstring='\\n', break_on_hyphens=true);"
+    " for text in v.splitlines();"
+    "  set ns = namespace(lines=[], line='');"
+    "  for word in words(text, break_on_hyphens).split('\\x01');"
+    "   for part in (word if break_long_words and word.rstrip()|length > width else [word]);"
+    "    set fits = (ns.line ~ part).rstrip()|length <= width;"
+    "    set full = part != word and ns.line|length == width;"
+    "    set ns.lines = ns.lines if fits else ns.lines + [ns.line if full else ns.line.rstrip()];"
+    "    set ns.line = ns.line ~ part if fits else part;"
+    "   endfor;"
+    "  endfor;"
+    "  write ('' if loop.first else wrapstring) ~ wrapstring.join([x for x in ns.lines + [ns.line.rstrip()] if x]);"
+    " endfor; endmacro;"
+    "macro shown(v) = repr(v, false, true, ', ', ': ', none);"
+    "macro pretty(v, indent, behind);"
+    " set text = shown(v);"
+    " set ns = namespace(lines=['']);"
+    " if v is not sequence or not v or text|length <= 80 - indent - behind; return text; endif;"
+    " for word in (words(v, false).split('\\x01') if v is string else []);"
+    "  set longer = ns.lines[-1] ~ word;"
+    "  set fits = shown(longer)|length <= 80 - indent - (behind if loop.last else 0) and ns.lines[-1][-1:] != '\\n';"
+    "  set ns.lines = ns.lines[:-1] + [longer] if fits else ns.lines + [word];"
+    " endfor;"
+    " if v is string; return ('\\n' ~ ' ' * indent).join([shown(line) for line in ns.lines if line]); endif;"
+    " set close = ',)' if text[-2:] == ',)' else text[-1];"
+    " for x in (v|dictsort(true) if v is mapping else v);"
+    "  set key = shown(x[0]) ~ ': ' if v is mapping else '';"
+    "  write (text[0] if loop.first else ',\\n' ~ ' ' * (indent + 1)) ~ key;"
+    "  write pretty(x[1] if v is mapping else x, indent + 1 + key|length, behind + close|length if loop.last else 1);"
+    " endfor;"
+    " write close; endmacro;"
+    "macro filter_pprint(v);"
+    " set text = pretty(v, 1, 1) if v is string and shown(v)|length > 80 else pretty(v, 0, 0);"
+    " return '(' ~ text ~ ')' if v is string and '\\n' in text else text; endmacro;"
 
     "macro cycler();"
-    " set items = varargs;"
-    " set ns = namespace(at=0, current=items[0]);"
+    " set items, ns = varargs, namespace(at=0, current=varargs[0]);"
     " macro next();"
-    "  set now = ns.current;"
     "  set ns.at = (ns.at + 1) % items|length;"
     "  set ns.current = items[ns.at];"
-    "  return now; endmacro;"
+    "  return items[ns.at - 1]; endmacro;"
     " macro reset(); set ns.at = 0; set ns.current = items[0]; return none; endmacro;"
     " set ns.next, ns.reset = next, reset;"
     " return ns; endmacro;"

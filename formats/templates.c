@@ -46,16 +46,11 @@ static bool fits(Chat *chat, Error *e) {
  * result's function and no content beside calls, or nine letters and digits, as Mistral's want, the name, and "". */
 enum { AS_TEXT = 1, HELPED = 2, WAYS = 4 };
 
-/* The last nine letters and digits of the client's id, behind zeros. */
-static char *id_of_nine(const char *id) {
-    char *nine = text_print("000000000");
-    for (size_t i = id ? strlen(id) : 0, at = 9; i-- && at;)
-        if (isalnum((unsigned char)id[i])) nine[--at] = id[i];
-    return nine;
-}
-
+/* nine: the last nine letters and digits of the id, behind zeros. */
 static cJSON *put_id(cJSON *json, const char *key, const char *id, bool nine) {
-    LocalText changed = id_of_nine(id);
+    char changed[] = "000000000";
+    for (size_t i = id ? strlen(id) : 0, at = 9; i-- && at;)
+        if (isalnum((unsigned char)id[i])) changed[--at] = id[i];
     return json_add(json, key, json_word(nine || !id ? changed : id), NULL);
 }
 
