@@ -15,7 +15,8 @@ static int pages_for(size_t tokens) { return (int)howmany(tokens, PAGE); }
 
 bool model_has_context(const Model *m, int context, Error *e) {
     return context <= m->context ||
-           fail(e, USAGE, "a context of %d is more than the %d that the model was made for", context, m->context);
+           fail(e, USAGE, "a context of %d is more than the %d that the model was made for: use --ctx %d", context,
+                m->context, m->context);
 }
 
 bool engine_open(Engine *g, const Backend *backend, const Model *m, Limits limits, int context, Error *e) {

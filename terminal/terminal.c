@@ -396,6 +396,11 @@ static bool slash_set(Play *p, const char *name, Error *e) {
         "presence-penalty %g, seed %llu, max-tokens %d, stats %s",
         (double)s->temperature, s->top_k, (double)s->top_p, (double)s->min_p, (double)s->penalty, (double)s->frequency,
         (double)s->presence, (unsigned long long)s->seed, settings.max_tokens, settings.quiet ? "off" : "on");
+    const int width = columns(stdout); /* lines end behind a comma */
+    for (char *line = text, *comma = text + strcspn(text, ","), *next; *comma; comma = next) {
+        next = comma + 1 + strcspn(comma + 1, ",");
+        if (next - line >= width) comma[1] = '\n', line = comma + 2;
+    }
     put_text(stdout, NULL, "", text);
     return true;
 }

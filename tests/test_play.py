@@ -165,7 +165,7 @@ def test_context():
           ("full in the answer", ["--ctx", n + 45], 0, ["context full"]),
           ("enough", ["--ctx", n + len(HELLO["completion_ids"])], 0, [" tokens · context "]),
           ("all of it", ["--ctx", 4096], 0, [" tokens · context "]),
-          ("more than the model was made for", ["--ctx", 4097], 2, ["4097", "4096"])], check)
+          ("more than the model was made for", ["--ctx", 4097], 2, ["4097", "use --ctx 4096"])], check)
 
 
 WRONG = [  # arguments behind `play PARROT`, exit code, words of the message
@@ -1058,7 +1058,9 @@ def test_words_are_not_broken():
         return text.split()
     with play(columns=40) as t:
         shown = t.say("Show me Unicode.", TOLD).replace("Unicode.\n", "")
-        help = t.say("/help") + t.say("/set") + t.say("/system Speak of trees, " + "and trees, " * 9)
+        settings = t.say("/set").splitlines()
+        expect(all(line.endswith(",") for line in settings[:-1]), f"a setting and its value are apart: {settings}")
+        help = "\n".join([t.say("/help"), *settings, t.say("/system Speak of trees, " + "and trees, " * 9)])
         t.say("/system none")
         prompt = t.say("/prompt")
         t.send("\x1b[200~1234567 \tx\x1b[201~\n")
