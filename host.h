@@ -338,8 +338,8 @@ enum { TOKENS_PER_ANSWER = 6 };
 typedef struct Stream Stream;
 /* Gets each drawn token once, with its position and, if wanted, the logits (vocab) that it was drawn from. With
  * WANT_ALL_LOGITS it first gets the prompt's tokens from the second on. When the logits hold a NaN, the last token is
- * DREW_NAN. When `last` is true, the scheduler has already removed the stream; else `take` may remove it, but not at
- * a token of the prompt. */
+ * DREW_NAN; when `allow` gave up, DREW_NOTHING. When `last` is true, the scheduler has already removed the stream; else
+ * `take` may remove it, but not at a token of the prompt. */
 typedef void Take(Stream *s, size_t position, int token, const float *logits, bool last);
 
 /* A text that the scheduler continues. Zero it and fill in the members above the empty line; leave the others alone. */
@@ -349,8 +349,8 @@ struct Stream {
     size_t most;       /* the text ends at this length: more than `prompt`, at most the context + 1 */
     Sampling sampling; /* `answer` and `allowed` are the scheduler's */
     /* Sets the bits of the tokens that may come next, as in Allowed, while the GPU computes the step that draws one of
-     * them; they still are what it set last in this or another stream. The draw waits no longer than a second, in which
-     * `take` of other streams runs, too. NULL: all may come. */
+     * them; they still are what it set last in this or another stream. Takes at most about 50 ms, or sets some bits and
+     * `stuck`. NULL: all may come. */
     void (*allow)(Stream *s, uint32_t *bits);
     /* Appends tokens that must come next, if that is certain: they are read at once. Called behind `allow`; or NULL. */
     void (*forced)(Stream *s, Ids *more);
@@ -370,6 +370,8 @@ struct Stream {
     int slot, drawing; /* drawing: draws that are not collected yet */
     bool nan;          /* a NaN ended it, or the logits of its prompt hold one */
     bool stopped;      /* a token of `stop` ended it */
+    bool slow;         /* `allow` took long when it ran last */
+    const char *stuck; /* why `allow` gave up, which ended it: what is said of the schema or pattern; or NULL */
     struct Rule *rule; /* of Keeping: what it keeps, or NULL; how far it is, after so many tokens */
     int state;
     size_t kept;

@@ -1207,7 +1207,7 @@ static void take_token(Stream *t, size_t position, int token, const float *logit
     const Play *p = a->p;
     LocalBytes text = {0};
     Read read = {.part = ANSWER};
-    if (token == DREW_NAN) return; /* scheduler_run reports it */
+    if (token < 0) return; /* scheduler_run says why */
     a->total = seconds() - a->since;
     if (!a->tokens++) a->first = a->total;
     if (p->chat)

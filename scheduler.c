@@ -49,6 +49,8 @@ void engine_close(Engine *g) {
 /* ---- scheduler ---- */
 
 enum { SCORED_TOKENS = 32 }; /* the most of a prompt in one step, if `take` gets their logits */
+enum { LATE = -3 };          /* beside DREW_NAN: see Step.late */
+static const double ALLOW_MOST = 0.05, ALLOW_SLOW = 0.005; /* seconds; see allow_tokens() */
 
 typedef struct CachePage { /* a page of the cache */
     TAILQ_ENTRY(CachePage) idle;
@@ -63,6 +65,7 @@ typedef struct { /* what a Batch has of its sequences (first[0] stays 0), and th
     int slot[MOST_STREAMS], first[MOST_STREAMS + 1], start[MOST_STREAMS];
     Sampling sampling[MOST_STREAMS];
     Want want[MOST_STREAMS];
+    bool late[MOST_STREAMS]; /* it was not known in time what may be drawn: the draw does not count */
 } Step;
 
 struct Scheduler {
@@ -73,6 +76,7 @@ struct Scheduler {
     TAILQ_HEAD(, CachePage) idle; /* pages that no stream uses, the longest unused first */
     void *known;                  /* tsearch's tree of the pages that have names */
     uint64_t names, allowed;      /* allowed: the last Sampling.allowed */
+    int behind[2]; /* of a step: the first stream that was late, among the quick and among the slow ones */
     Ids slots, token, table;
     Step step[2];                  /* the one in flight and the next */
     double cost[MOST_STREAMS + 1]; /* [n]: seconds a token in a step that continues n texts and does nothing else */
@@ -147,9 +151,10 @@ static void preempt(Scheduler *s) {
     s->now.waiting++, s->now.preempted++;
 }
 
-/* Names the full pages of a stream, so that others find them. */
+/* Names the full pages of a stream, so that others find them. A draw may have to be repeated if only some tokens are
+ * allowed, and writes the last token once more. */
 static void file_pages(Scheduler *s, Stream *t) {
-    for (; (t->filed + 1) * PAGE <= t->sent && (t->filed + 1) * PAGE <= t->tokens.n; t->filed++) {
+    for (; (t->filed + 1) * PAGE + (t->allow != NULL) <= t->sent && (t->filed + 1) * PAGE <= t->tokens.n; t->filed++) {
         CachePage *p = s->page + t->pages.data[t->filed], *known;
         p->before = t->chain;
         memcpy(p->token, t->tokens.data + t->filed * PAGE, sizeof p->token);
@@ -206,6 +211,7 @@ static void add_tokens(Scheduler *s, Stream *t, size_t n) {
     if (end < t->tokens.n && (want != WANT_ALL_LOGITS || end < t->published)) want = WANT_NOTHING;
     const int i = step->n++;
     step->stream[i] = t, step->slot[i] = t->slot, step->sampling[i] = t->sampling, step->want[i] = want;
+    step->late[i] = false;
     step->start[i] = (int)t->sent, step->first[i + 1] = step->first[i] + (int)n;
     step->sampling[i].answer = (int)t->prompt;
     step->sampling[i].allowed = t->allow && end >= t->tokens.n ? ++s->allowed : 0;
@@ -297,7 +303,7 @@ static void take_results(Scheduler *s, Stream *t, size_t from, size_t n, int tok
         t->nan |= isnan(logits[(i - 1) * vocab]); /* a NaN before the head makes all logits NaN */
         publish(s, t, from + i, t->tokens.data[from + i], logits + (i - 1) * vocab);
     }
-    if (from + n < t->tokens.n) return;
+    if (from + n < t->tokens.n || token == LATE) return;
     if (rows) logits += (rows - 1) * vocab;
     t->drawing--;
     t->nan |= token == DREW_NAN;
@@ -318,7 +324,8 @@ static bool collect_step(Scheduler *s, Error *e) {
     for (int i = 0; i < step->n; i++) {
         size_t n = (size_t)(step->first[i + 1] - step->first[i]), from = (size_t)step->start[i];
         size_t rows = step->want[i] == WANT_ALL_LOGITS ? n : step->want[i] == WANT_LOGITS;
-        if (step->stream[i]) take_results(s, step->stream[i], from, n, r.token[i], r.logits, rows);
+        const int token = step->late[i] ? LATE : r.token[i];
+        if (step->stream[i]) take_results(s, step->stream[i], from, n, token, r.logits, rows);
         if (rows) r.logits += rows * (size_t)s->engine->model->vocab;
     }
     step->n = 0;
@@ -340,17 +347,33 @@ static void take_forced(Scheduler *s, const Step *p, int i) {
 }
 
 /* Says which tokens the step just submitted may draw; all before them are known now. A draw for a stream that was
- * removed must not wait either. */
-static void allow_tokens(Scheduler *s) {
-    const Step *p = s->step + (s->now.steps - 1) % 2;
+ * removed must not wait either. The GPU waits for a second at most, so that when ALLOW_MOST is over, the streams that
+ * are left draw in the next step, where they come first. Those that took long the last time come behind all others. */
+static void allow_tokens(Scheduler *s, bool slow) {
+    Step *p = s->step + (s->now.steps - 1) % 2;
     const Allowed *to = &s->engine->allowed;
     const size_t words = howmany((size_t)s->engine->model->vocab, 32);
-    for (int i = 0; i < p->n; i++) {
-        if (!p->sampling[i].allowed) continue;
-        if (p->stream[i]) p->stream[i]->allow(p->stream[i], to->bits + (size_t)p->slot[i] * words);
-        __atomic_store_n(to->ready + p->slot[i], p->sampling[i].allowed, __ATOMIC_RELEASE);
-        if (p->stream[i] && p->stream[i]->forced && p->want[i] == WANT_TOKEN) take_forced(s, p, i);
+    const double begun = seconds();
+    int behind = -1;
+    for (int k = 0; k < p->n; k++) {
+        const int i = (s->behind[slow] + k) % p->n, slot = p->slot[i];
+        const uint64_t number = p->sampling[i].allowed;
+        Stream *t = p->stream[i];
+        if (!number || (t && t->slow != slow)) continue;
+        const double now = seconds();
+        p->sampling[i].allowed = 0; /* done */
+        p->late[i] = t && now - begun > ALLOW_MOST;
+        if (p->late[i] && behind < 0) behind = i;
+        if (p->late[i]) t->drawing--, t->sent--;
+        if (t && !p->late[i]) t->allow(t, to->bits + (size_t)slot * words), t->slow = seconds() - now > ALLOW_SLOW;
+        __atomic_store_n(to->ready + slot, number, __ATOMIC_RELEASE);
+        if (!t || p->late[i]) continue;
+        if (t->stuck)
+            publish(s, t, t->tokens.n, DREW_NOTHING, NULL);
+        else if (t->forced && p->want[i] == WANT_TOKEN)
+            take_forced(s, p, i);
     }
+    s->behind[slow] = MAX(behind, 0);
 }
 
 bool scheduler_step(Scheduler *s, Error *e) {
@@ -358,7 +381,7 @@ bool scheduler_step(Scheduler *s, Error *e) {
     const size_t planned = s->step[s->now.steps % 2].n > 0;
     if (planned && !submit_step(s, e)) return false;
     const bool ok = s->now.outstanding <= planned || collect_step(s, e);
-    if (ok && planned) allow_tokens(s);
+    for (int slow = 0; ok && planned && slow < 2; slow++) allow_tokens(s, slow);
     return ok;
 }
 
@@ -381,6 +404,7 @@ bool scheduler_run(Scheduler *s, Stream *t, const volatile sig_atomic_t *stop, E
     if (ok && interrupted) return fail(e, INTERRUPTED, "interrupted");
     if (ok && t->nan)
         return fail(e, FAILED, "the logits hold a NaN: weights or config.json are damaged; download them again");
+    if (ok && t->stuck) return fail(e, FAILED, "the schema or pattern %s", t->stuck);
     return ok;
 }
 

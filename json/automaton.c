@@ -4,9 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A state has at most so many alternatives. More are left out: what is then written still matches, though not every
+/* A state has at most MOST_CASES alternatives. More are left out: what is then written still matches, though not every
  * match can be written. Only patterns that can be read in very many ways at once get there. */
-enum { MOST_CASES = 5000 };
+enum { MOST_CASES = 5000, MOST_WORK = 20000000 };
 
 /* ---- nodes ---- */
 
@@ -34,6 +34,7 @@ static bool barren(const Grammar *g, int node) { return g->node[node].flags & BA
 /* The node with this tuple, which is not one of g->data. */
 static int node_of(Grammar *g, const int *t, size_t n) {
     uint64_t key = text_hash(HASH_OF_NONE, (const char *)t, n * sizeof *t);
+    g->work += 4 + (int64_t)n / 4;
     for (int64_t i; (i = map_get(&g->known, key)) >= 0; key++)
         if ((size_t)tuple_size(g, (int)i) == n && !memcmp(tuple(g, (int)i), t, n * sizeof *t)) return (int)i;
     const int node = g->nodes++;
@@ -50,6 +51,12 @@ static int node_of(Grammar *g, const int *t, size_t n) {
 
 static int by_number(const void *a, const void *b) { return *(const int *)a - *(const int *)b; }
 
+/* Some SET or BYTES begins or ends at this byte. */
+static void add_edge(Grammar *g, int byte) {
+    const int before = byte < 256 ? g->like[byte] : byte;
+    for (int b = byte; b < 256 && g->like[b] == before && before != byte; b++) g->like[b] = (uint8_t)byte;
+}
+
 int set_node(Grammar *g, const Ids *ranges) {
     bool has[257] = {false};
     LocalIds t = {0};
@@ -60,7 +67,7 @@ int set_node(Grammar *g, const Ids *ranges) {
         const bool before = byte && has[byte - 1];
         if (before == has[byte]) continue;
         ids_add(&t, byte - before);
-        g->edge[byte] = true;
+        add_edge(g, byte);
     }
     return t.n == 1 ? NEVER : node_of(g, t.data, t.n);
 }
@@ -69,7 +76,7 @@ int text_node(Grammar *g, const char *text, size_t n) {
     const int begin = (int)g->text.n;
     if (!n) return NOTHING;
     bytes_add(&g->text, text, n);
-    for (size_t i = 0; i < n; i++) g->edge[(unsigned char)text[i]] = g->edge[(unsigned char)text[i] + 1] = true;
+    for (size_t i = 0; i < n; i++) add_edge(g, (unsigned char)text[i]), add_edge(g, (unsigned char)text[i] + 1);
     return NODE(g, BYTES, begin, (int)n);
 }
 
@@ -124,7 +131,7 @@ int ref_node(Grammar *g, const int *key, size_t n) {
 }
 
 void grammar_open(Grammar *g) {
-    *g = (Grammar){0};
+    *g = (Grammar){.most = MOST_WORK};
     NODE(g, ALT);                 /* NEVER */
     NODE(g, REPEAT, NEVER, 0, 0); /* NOTHING */
 }
@@ -173,8 +180,9 @@ static int derive_all(Grammar *g, int node, unsigned char byte) {
     LocalIds work = {0}, cases = {0};
     const int round = ++g->rounds;
     ids_add(&work, node);
-    while (work.n) {
+    while (work.n && !gave_up(g)) {
         node = work.data[--work.n];
+        g->work++;
         if (g->node[node].round == round) continue;
         g->node[node].round = round;
         if (node_kind(g, node) == ALT) {
@@ -192,7 +200,6 @@ static int derive_all(Grammar *g, int node, unsigned char byte) {
 static int derive(Grammar *g, int node, unsigned char byte) {
     const int *t = tuple(g, node), n = tuple_size(g, node), kind = *t, a = n > 1 ? t[1] : 0, b = n > 2 ? t[2] : 0;
     const int most = kind == REPEAT ? t[3] : 0;
-    g->work++;
     switch (kind) {
     case SET:
         for (int i = 1; i < n; i += 2)
@@ -204,24 +211,22 @@ static int derive(Grammar *g, int node, unsigned char byte) {
     case SEQ:
     case ALT: return derive_all(g, node, byte);
     case REPEAT:
-        return seq_node(g, derive(g, a, byte), repeat_node(g, a, b ? b - 1 : 0, most == ENDLESS ? ENDLESS : most - 1));
+        return seq_node(g, state_step(g, a, byte),
+                        repeat_node(g, a, b ? b - 1 : 0, most == ENDLESS ? ENDLESS : most - 1));
     case AND: return and_node(g, state_step(g, a, byte), state_step(g, b, byte));
     case BUT: return but_node(g, state_step(g, a, byte), state_step(g, b, byte));
     default: return g->node[node].target < 0 ? NEVER : derive(g, g->node[node].target, byte);
     }
 }
 
-int state_step(Grammar *g, int state, unsigned char byte) {
+int state_derive(Grammar *g, int state, unsigned char byte) {
+    const int found = gave_up(g) ? NEVER : derive(g, state, byte), next = barren(g, found) ? NEVER : found;
+    if (gave_up(g)) return NEVER;
     if (!g->node[state].next) {
         g->node[state].next = allocate(256 * sizeof(int));
         memset(g->node[state].next, -1, 256 * sizeof(int));
     }
-    int next = g->node[state].next[byte];
-    if (next < 0) {
-        next = derive(g, state, byte);
-        g->node[state].next[byte] = next;
-    }
-    return barren(g, next) ? NEVER : next;
+    return g->node[state].next[byte] = next;
 }
 
 int state_run(Grammar *g, int state, const char *text, size_t n) {
@@ -237,7 +242,7 @@ int state_forced(Grammar *g, int state) {
         if (only >= 0) return -1;
         only = byte;
     }
-    return only;
+    return gave_up(g) ? -1 : only;
 }
 
 /* Finds out, too, what can be reached from the node but not completed. */
@@ -248,10 +253,10 @@ int both_node(Grammar *g, int a, int b) {
     if (node_kind(g, node) != AND || g->node[node].flags & LOOKED) return node;
     g->node[node].flags |= LOOKED;
     ids_add(&found, node);
-    for (size_t i = 0; i < found.n && g->work < MOST_WORK; i++) {
+    for (size_t i = 0; i < found.n && !gave_up(g); i++) {
         const int from = found.data[i];
         for (int byte = 0, last = NEVER; byte < 256; byte++) {
-            if (byte && !g->edge[byte]) continue; /* as the byte before */
+            if (g->like[byte] != byte) continue; /* as the byte before */
             const int to = state_step(g, from, (unsigned char)byte);
             if (to == last || to == NEVER) continue;
             last = to;
@@ -260,6 +265,7 @@ int both_node(Grammar *g, int a, int b) {
             g->node[to].flags |= LOOKED;
             ids_add(&found, to);
         }
+        free(g->node[from].next), g->node[from].next = NULL; /* some may turn out to be barren */
     }
     for (size_t i = 0; i < found.n; i++)
         if (!ends(g, found.data[i])) g->node[found.data[i]].flags |= BARREN;

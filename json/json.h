@@ -28,20 +28,21 @@ typedef struct {
     int nodes;
     Map known;         /* from a tuple's hash, or one behind it, to its node */
     Bytes text;        /* of all BYTES */
-    bool edge[257];    /* bytes where some SET or BYTES begins or ends */
+    uint8_t like[256]; /* of each byte the first one that no SET and no BYTES tells from it */
     int plain, letter; /* any letter of a JSON string, without \uXXXX and with them; make_letters() */
     int quote;         /* what ends the string */
     int rounds;        /* of derivatives */
-    int64_t work;      /* derivatives that were made; MOST_WORK: too many, and what both_node() made is not right */
-    int rows;          /* that mask.c keeps */
-    Letters *letters;  /* of mask.c: a list */
+    int64_t work;      /* since the last mask, in about 10 ns each; at `most` derivatives give up */
+    int64_t most;
+    int rows;         /* that mask.c keeps */
+    Letters *letters; /* of mask.c: a list */
 } Grammar;
 
 /* Kinds, the first int of a tuple. Behind it: of SET byte ranges, first and last of each; of BYTES where they begin,
  * and how many; of SEQ, AND and BUT two nodes; of ALT nodes; of REPEAT a node, least, most; of REF its key. */
 enum { SET, BYTES, SEQ, ALT, REPEAT, AND, BUT, REF };
 enum { NEVER = 0, NOTHING = 1 }; /* nodes: no text at all; the empty text */
-enum { ENDLESS = -1, MOST_WORK = 3000000 };
+enum { ENDLESS = -1, MOST_KEPT = 3000000, MOST_DATA = 1 << 28 };
 
 void grammar_open(Grammar *g);
 void grammar_close(Grammar *g);
@@ -61,13 +62,22 @@ int ref_node(Grammar *g, const int *key, size_t n);
 int first_node(Grammar *g, int node, int *rest);
 void add_cases(const Grammar *g, int node, Ids *out);
 bool grammar_settle(Grammar *g, int node); /* to be called when all targets are set. Does any text match the node? */
-int state_step(Grammar *g, int state, unsigned char byte); /* NEVER: the byte cannot come here */
+int state_derive(Grammar *g, int state, unsigned char byte); /* of state_step(): a byte behind it that is new */
 int state_run(Grammar *g, int state, const char *text, size_t n);
 int state_forced(Grammar *g, int state); /* the only byte that may come next, or -1: there are several, or it may end */
 static inline const int *tuple(const Grammar *g, int node) { return g->data.data + g->node[node].begin; }
 static inline int node_kind(const Grammar *g, int node) { return *tuple(g, node); }
 static inline int tuple_size(const Grammar *g, int node) { return g->node[node + 1].begin - g->node[node].begin; }
 static inline bool ends(const Grammar *g, int state) { return g->node[state].flags & EMPTY; }
+/* It took too long or too much memory. What was made since is not right. */
+static inline bool gave_up(const Grammar *g) {
+    return g->work >= g->most || g->nodes > MOST_KEPT || g->data.n > MOST_DATA;
+}
+static inline int state_step(Grammar *g, int state, unsigned char byte) { /* NEVER: the byte cannot come here */
+    const int *next = g->node[state].next;
+    byte = g->like[byte];
+    return next && next[byte] >= 0 ? next[byte] : state_derive(g, state, byte);
+}
 
 /* ---- regex.c ---- */
 
@@ -94,7 +104,7 @@ Vocabulary *vocabulary_open(const Tokenizer *t, int ids, const int *control, int
 void vocabulary_close(Vocabulary *v);                                /* or NULL */
 Bytes token_text(const Vocabulary *v, int id);                       /* as grammars read it; not a copy */
 int state_token(Grammar *g, const Vocabulary *v, int state, int id); /* NEVER: it cannot come here */
-/* The tokens that may come next: token i is bit i % 32 of word i / 32. Kept until a later call. */
+/* The tokens that may come next: token i is bit i % 32 of word i / 32. Kept until a later call. NULL: it gave up. */
 const uint32_t *state_tokens(Grammar *g, const Vocabulary *v, int state);
 void prepare_masks(Grammar *g, const Vocabulary *v); /* computes ahead what texts will need first: some milliseconds */
 void forget_masks(Grammar *g);

@@ -258,6 +258,8 @@ static int answer(const Maker *m) {
 
 /* ---- rules ---- */
 
+static const char ambiguous[] = "can be read in too many ways at once: use fewer counts, * and + inside of each other";
+
 /* Finds the rule with this key, and moves it to the front. The caller holds the lock, here and below. */
 static Rule *find_rule(const char *key) {
     for (Rule **at = &kept.rules, *r; (r = *at); at = &r->next) {
@@ -273,10 +275,9 @@ static void forget(Rule *r) {
     free(r->key), free(r);
 }
 
-/* Puts a rule in front. Of those that nobody uses the last ones of too many go, and any that has grown too large. */
-static void add_rule(Rule *r) {
+/* Of the rules that nobody uses the last ones of too many go, and any that has grown too large. */
+static void trim_rules(void) {
     int n = 0;
-    r->next = kept.rules, kept.rules = r;
     for (Rule **at = &kept.rules, *each; (each = *at);) {
         const bool stays = n++ < MOST_RULES || each->users;
         if (stays && (each->users || each->g.nodes <= MOST_STATES)) {
@@ -291,6 +292,7 @@ static void add_rule(Rule *r) {
 static void drop(Rule *r) {
     pthread_mutex_lock(&kept.lock);
     r->users--;
+    trim_rules();
     pthread_mutex_unlock(&kept.lock);
 }
 
@@ -340,9 +342,11 @@ static Rule *make(const Session *m, const cJSON *request, const Conversation *ta
     if (e->code || node < 0) return forget(r), NULL;
     r->start = node;
     prepare_masks(&r->g, kept.words);
-    state_tokens(&r->g, kept.words, r->start);
+    if (!state_tokens(&r->g, kept.words, r->start))
+        return refuse(&maker, "response_format", ambiguous), forget(r), NULL;
     pthread_mutex_lock(&kept.lock);
-    add_rule(r);
+    r->next = kept.rules, kept.rules = r;
+    trim_rules();
     pthread_mutex_unlock(&kept.lock);
     return r;
 }
@@ -358,10 +362,12 @@ static int state_now(Stream *s) {
 /* Behind its end, which only ignore_eos passes, a text is free. */
 static void allow(Stream *s, uint32_t *bits) {
     const size_t words = ((size_t)kept.session->checkpoint.model.vocab + 31) / 32;
+    s->rule->g.work = 0;
     const int state = state_now(s);
-    const uint32_t *row = state_tokens(&s->rule->g, kept.words, state);
+    const uint32_t *row = gave_up(&s->rule->g) ? NULL : state_tokens(&s->rule->g, kept.words, state);
     uint32_t any = 0;
-    for (size_t i = 0; i < words; i++) any |= row[i];
+    if (!row) s->stuck = ambiguous;
+    for (size_t i = 0; i < words && row; i++) any |= row[i];
     any ? memcpy(bits, row, words * sizeof *row) : memset(bits, -1, words * sizeof *row);
 }
 

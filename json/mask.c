@@ -14,8 +14,8 @@ enum {
     MOST_BYTES = 250,
     MOST_ROWS = 1024,
     MOST_PREPARED = 256,
-    MOST_STEPS = 200000,
-    MOST_KEPT = 3000000
+    MOST_STEPS = 500000,
+    MOST_WORK = 5000000
 };
 
 typedef struct {
@@ -109,7 +109,7 @@ static const Letters *letters_of(Grammar *g, const Vocabulary *v, int letter) {
         }
         if (need >= LETTERS) ids_append(&l->longer, (const int[]){i, need}, 2);
         for (int k = need; k < LETTERS; k++) set_tokens(v, i, i + 1, l->row + (size_t)k * v->words);
-        l->known = node_kind(g, next) == SEQ && (next == start || state_step(g, next, '"') != NOTHING);
+        l->known = !gave_up(g) && node_kind(g, next) == SEQ && (next == start || state_step(g, next, '"') != NOTHING);
         i++;
     }
     return l;
@@ -157,15 +157,14 @@ int state_token(Grammar *g, const Vocabulary *v, int state, int id) {
 /* ---- masks ---- */
 
 /* Sets the bits of the tokens below a branch that the state there allows. A grammar may be so ambiguous that this would
- * take too long, or too much memory: then longer tokens are left out, but for the marks that end a text. */
+ * take too long: then longer tokens are left out, but for the marks that end a text. */
 static void walk(Grammar *g, const Vocabulary *v, int at, int state, uint32_t *row) {
     int path[MOST_BYTES + 1];
     const int end = v->branch[at].end;
     path[v->branch[at].depth] = state;
     for (int i = at + 1; i < end;) {
         const Branch *b = v->branch + i;
-        const bool much = g->work > MOST_STEPS || g->nodes > MOST_KEPT;
-        const bool enough = much && b->depth > 1 && /* one byte is enough to go on */
+        const bool enough = g->work > MOST_STEPS && b->depth > 1 && /* one byte is enough to go on */
                             (unsigned char)*token_text(v, v->token[b->first]).data != CONTROL;
         const int next = path[b->depth] = enough ? NEVER : state_step(g, path[b->depth - 1], b->byte);
         if (next) set_tokens(v, i, i + 1, row);
@@ -207,10 +206,11 @@ const uint32_t *state_tokens(Grammar *g, const Vocabulary *v, int state) {
     if (g->rows > MOST_ROWS) forget_masks(g);
     uint32_t *row = allocate_zero(v->words, sizeof *row);
     add_cases(g, state, &cases);
-    g->work = 0;
+    g->work = 0, g->most = MOST_WORK;
     for (size_t i = 0; i < cases.n; i++)
         if (!in_string(g, v, cases.data[i], row)) ids_add(&others, cases.data[i]);
     if (others.n) walk(g, v, 0, alt_node(g, others.data, others.n), row);
+    if (gave_up(g)) return free(row), NULL;
     g->rows++;
     return g->node[state].row = row;
 }

@@ -492,7 +492,7 @@ static int value_of(Compiler *c, All *all) {
     const int before = c->g->nodes, ref = ref_node(c->g, key.data, key.n);
     if (ref < before) return c->g->node[ref].target < 0 ? ref : c->g->node[ref].target;
     if (c->depth >= MOST_DEPTH) return refuse(c, all->of[0].schema, "the schema", "is nested too deep");
-    if ((c->parts += all->n) > MOST_PARTS || c->g->nodes > MOST_NODES)
+    if ((c->parts += all->n) > MOST_PARTS || c->g->nodes > MOST_NODES || gave_up(c->g))
         return refuse(c, all->of[0].schema, "the schema", "is too large");
     c->depth++;
     const int node = chosen(c, all);
@@ -517,7 +517,7 @@ int schema_node(Grammar *g, const cJSON *schema, const char *name, Error *e) {
     All all = {0};
     add_schema(&c, &all, schema);
     const int node = value_of(&c, &all);
-    if (g->work >= MOST_WORK) refuse(&c, schema, "the schema", "has patterns or limits that take too long together");
+    if (gave_up(g)) refuse(&c, schema, "the schema", "has patterns or limits that take too long together");
     if (!e->code && !grammar_settle(g, node)) refuse(&c, schema, "the schema", "allows no value");
     for (size_t i = 0; i < c.overlaps.room; i++) {
         const MapSlot s = c.overlaps.slot[i];

@@ -127,6 +127,8 @@ void take_token(Stream *t, size_t position, int token, const float *logits, bool
     }
     if (token >= 0) {
         read_token(c, position, token, logits, last);
+    } else if (t->stuck) {
+        fail(&q->error, 400, "the schema or pattern %s", t->stuck);
     } else {
         fail(&q->error, 500, "the logits hold a NaN: the weights or config.json are damaged");
         server.nans++;

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import helpers
@@ -140,6 +141,27 @@ def test_answers_satisfy_random_schemas():
             prompt = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
             error = s.refuses(path, {**prompt, "guided_json": {"items": {"multipleOf": 2}}}, "multipleOf at #/items")
             same(error["param"], "guided_json")
+
+
+def test_hostile_patterns():
+    """Patterns that can be read in very many ways: others do not wait for them, and what cannot be kept ends with an error."""
+    needs("serve")
+    hostile = ["(((.{0,50}b?){0,50}c?){0,50}d?){0,50}"] * 14 + ["([^x]*.{0,200}[^y]*.{0,300}){10}"] * 6
+    with Server(PARROT, program=helpers.PLAIN) as s, ThreadPoolExecutor(len(hostile)) as pool:
+        def ask(i):
+            body = {"prompt": "x", "guided_regex": hostile[i], "seed": i, "max_tokens": 40}
+            try:
+                return complete(s, body)[1]
+            except AssertionError as e:
+                return str(e)
+        answers = [pool.submit(ask, i) for i in range(len(hostile))]
+        began = time.monotonic()
+        for i in range(3):
+            complete(s, {"prompt": "x", "guided_regex": "[a-z]{1,9}x?|.*", "seed": i, "max_tokens": 20})
+        took = time.monotonic() - began
+        expect(took < helpers.patience(4), f"others waited {took:.0f} s")
+        for ended in (answer.result() for answer in answers):
+            expect(ended in ("stop", "length") or ("status 400" in ended and "in too many ways" in ended), ended)
 
 
 def test_calls_keep_their_schemas():

@@ -365,8 +365,10 @@ static void take_of_text(Stream *t, size_t position, int token, const float *log
 }
 
 static const Bias some_biases[] = {{3, 4}, {17, -100}, {40, 2.5f}};
-/* A third of the tokens, another one for each length of the text. */
+static bool allow_slowly;
+/* A third of the tokens, another one for each length of the text. If that takes long, others must draw later. */
 static void allow_some(Stream *t, uint32_t *bits) {
+    if (allow_slowly && t->tokens.n % 4 == 0) usleep(60000);
     memset(bits, 0, (streams.vocab + 31) / 32 * sizeof *bits);
     for (size_t id = t->tokens.n % 3; id < streams.vocab; id += 3) bits[id / 32] |= 1u << id % 32;
 }
@@ -394,7 +396,7 @@ static void make_texts(Engine *g, int n) {
         texts[i].leaves = i % 9 == 4 ? texts[i].arrives + i % 40 : 1 << 30;
         ids_append(&texts[i].expected, t->tokens.data, t->tokens.n);
         while (texts[i].expected.n < t->most) ids_add(&texts[i].expected, 0);
-        if (i % 6 == 5) t->allow = allow_some;
+        if (i % 3 == 2) t->allow = allow_some;
         for (size_t at = 0; at + 1 < t->most; at++) {
             const bool draws = at + 1 >= t->prompt;
             t->tokens.n = at + 1;
@@ -419,6 +421,7 @@ static void scheduled_equals_alone(void) {
     at("alone");
     make_texts(&g, n);
     at("among others");
+    allow_slowly = true;
     Scheduler *s = scheduler_open(&g);
     SchedulerState state = {0};
     int left = n;
@@ -443,6 +446,37 @@ static void scheduled_equals_alone(void) {
               "text %d is another one", i);
         ids_free(&texts[i].expected), ids_free(&texts[i].drawn), ids_free(&texts[i].stream.tokens);
     }
+    allow_slowly = false;
+    scheduler_close(s);
+    engine_close(&g);
+    close_streams();
+}
+
+static int stuck_token, stuck_calls;
+static void take_of_stuck(Stream *t, size_t position, int token, const float *logits, bool last) {
+    stuck_token = last ? token : 0;
+}
+static void allow_a_few(Stream *t, uint32_t *bits) {
+    allow_some(t, bits);
+    if (++stuck_calls == 4) t->stuck = "is too hard";
+}
+
+/* A text whose next tokens are not found ends with an error. */
+static void stuck_texts_end(void) {
+    Error e;
+    Engine g;
+    Limits limits = {.max_seqs = 2, .max_tokens = 50};
+    open_streams(&reference, "odd");
+    must(engine_open(&g, &reference, &streams.c.model, limits, 256, &e), &e);
+    Scheduler *s = scheduler_open(&g);
+    Stream t = {.prompt = 3, .most = 50, .sampling = {.top_p = 1, .penalty = 1}, .want = WANT_TOKEN};
+    t.take = take_of_stuck, t.allow = allow_a_few;
+    ids_append(&t.tokens, (const int[]){1, 2, 3}, 3);
+    check(!scheduler_run(s, &t, NULL, &e) && strstr(e.text, "pattern is too hard"), "it did not end: %s", e.text);
+    check(stuck_token == DREW_NOTHING && t.tokens.n == 6, "token %d, %zu tokens", stuck_token, t.tokens.n);
+    const SchedulerState state = scheduler_state(s);
+    check(state.idle == state.pages && !state.running, "%zu of %zu pages are idle", state.idle, state.pages);
+    ids_free(&t.tokens);
     scheduler_close(s);
     engine_close(&g);
     close_streams();
@@ -976,6 +1010,7 @@ int main(int argc, char **argv) {
     run("unit: rewound = never there", odd_rewound_equals_never_there);
     run("unit: turns reuse the cache, fill the context, give pages back", turns_reuse_the_cache);
     run("unit: scheduled among others, with few pages = alone", scheduled_equals_alone);
+    run("unit: a text whose next tokens are not found ends", stuck_texts_end);
     run("unit: a step of many answers has room for a prompt", many_answers_lengthen_steps);
     run("unit: texts pause in turn while steps of fewer are faster", texts_pause_in_turn);
     run("unit: ln, exp, Philox", logarithm_and_exponential);
