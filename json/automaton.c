@@ -143,20 +143,22 @@ void grammar_close(Grammar *g) {
     free(g->node);
 }
 
-/* A node is barren until a text is found for it: the least fixed point. */
+/* A node is barren until a text is found for it: the least fixed point. Those of an earlier call depend on no new one.
+ */
 bool grammar_settle(Grammar *g, int node) {
     bool changed = true;
-    for (Node *n = g->node; n < g->node + g->nodes; n++) {
+    for (Node *n = g->node + g->settled; n < g->node + g->nodes; n++) {
         if (!(n->flags & LOOKED)) n->flags |= BARREN;
         free(n->next), n->next = NULL; /* it may know less */
     }
     while (changed) {
         changed = false;
-        for (int i = 0; i < g->nodes; i++) {
+        for (int i = g->settled; i < g->nodes; i++) {
             if (g->node[i].flags & LOOKED || !barren(g, i) || flags_from(g, i) & BARREN) continue;
             g->node[i].flags &= ~BARREN, changed = true;
         }
     }
+    g->settled = g->nodes;
     return !barren(g, node);
 }
 

@@ -25,14 +25,14 @@ typedef struct Letters Letters;
 typedef struct {
     Ids data; /* all tuples */
     Node *node;
-    int nodes;
-    Map known;         /* from a tuple's hash, or one behind it, to its node */
-    Bytes text;        /* of all BYTES */
-    uint8_t like[256]; /* of each byte the first one that no SET and no BYTES tells from it */
-    int plain, letter; /* any letter of a JSON string, without \uXXXX and with them; make_letters() */
-    int quote;         /* what ends the string */
-    int rounds;        /* of derivatives */
-    int64_t work;      /* since the last mask, in about 10 ns each; at `most` derivatives give up */
+    int nodes, settled; /* the first ones are settled */
+    Map known;          /* from a tuple's hash, or one behind it, to its node */
+    Bytes text;         /* of all BYTES */
+    uint8_t like[256];  /* of each byte the first one that no SET and no BYTES tells from it */
+    int plain, letter;  /* any letter of a JSON string, without \uXXXX and with them; make_letters() */
+    int quote;          /* what ends the string */
+    int rounds;         /* of derivatives */
+    int64_t work;       /* since the last mask, in about 10 ns each; at `most` derivatives give up */
     int64_t most;
     int rows;         /* that mask.c keeps */
     Letters *letters; /* of mask.c: a list */

@@ -137,6 +137,7 @@ static const cJSON *resolve(Compiler *c, const cJSON *schema) {
             *end++ = !escaped ? *s : *s == '1' ? '/' : '~';
         }
         *end = 0;
+        c->g->work += cJSON_GetArraySize(to) / 4; /* it is searched from the front */
         if (cJSON_IsArray(to))
             to = text_whole(name, 0, INT32_MAX, &index) ? cJSON_GetArrayItem(to, index) : NULL;
         else
@@ -285,11 +286,15 @@ static int string(Compiler *c, const All *all) {
 
 /* ---- objects and arrays ---- */
 
-/* What the schemas make of the value of a member; name: NULL: of one that they do not name. */
-static int member_value(Compiler *c, const All *all, const char *name) {
+/* What the schemas make of the value of a member; name: NULL: of one that they do not name. next: of each schema the
+ * property that is likely to have that name. */
+static int member_value(Compiler *c, const All *all, const char *name, const cJSON **next) {
     All values = {0};
     for (int i = 0; i < all->n; i++) {
-        const cJSON *schema = all->of[i].schema, *own = name ? member(json_get(schema, "properties"), name) : NULL;
+        const cJSON *schema = all->of[i].schema, *own = NULL;
+        if (name)
+            own = same(name, next[i] ? next[i]->string : NULL) ? next[i] : member(json_get(schema, "properties"), name);
+        if (own) next[i] = own->next;
         add_schema(c, &values, own ? own : json_get(schema, "additionalProperties"));
     }
     return value_of(c, &values);
@@ -306,13 +311,14 @@ static int other_member(Compiler *c, const All *all, const cJSON *names) {
         ids_add(&known, text_node(g, text + 1, strlen(text) - 2));
     }
     const int name = but_node(g, rule_node(g, "%*", g->plain), alt_node(g, known.data, known.n));
-    return rule_node(g, "\"%\": ?%", name, member_value(c, all, NULL));
+    return rule_node(g, "\"%\": ?%", name, member_value(c, all, NULL, NULL));
 }
 
 /* The names of members in the order in which the schemas have them; true: it is required. */
 static cJSON *names_of(Compiler *c, const All *all) {
-    cJSON *names = cJSON_CreateObject(), *known;
+    cJSON *names = cJSON_CreateObject();
     const cJSON *each;
+    LOCAL(map_free) Map known = {0}; /* from a name's hash, or one behind it, to its address */
     int n = 0;
     for (int i = 0; i < 2 * all->n; i++) {
         const bool must = i >= all->n;
@@ -321,9 +327,11 @@ static cJSON *names_of(Compiler *c, const All *all) {
             const char *name = must ? cJSON_GetStringValue(each) : each->string;
             if (!name) continue;
             if (n > MOST_NAMES) return refuse(c, schema, "properties", "are more than 4,096"), names;
-            known = cJSON_GetObjectItemCaseSensitive(names, name);
-            if (!known) known = cJSON_AddFalseToObject(names, name), n++;
-            known->type = must ? cJSON_True : cJSON_False;
+            uint64_t key = text_hash(HASH_OF_NONE, name, strlen(name));
+            int64_t at;
+            while ((at = map_get(&known, key)) >= 0 && strcmp(((cJSON *)at)->string, name)) key++;
+            if (at < 0) at = (int64_t)cJSON_AddFalseToObject(names, name), map_put(&known, key, at), n++;
+            ((cJSON *)at)->type = must ? cJSON_True : cJSON_False;
         }
     }
     return names;
@@ -335,16 +343,17 @@ static int object(Compiler *c, const All *all) {
     Grammar *g = c->g;
     LocalJson names = names_of(c, all);
     LocalIds value = {0};
-    const cJSON *each;
+    const cJSON *each, *next[MOST_SCHEMAS];
     bool open = true, given = false;
     for (int i = 0; i < all->n; i++) {
         const cJSON *schema = all->of[i].schema;
         open &= !json_get(schema, "properties") && !json_get(schema, "required") &&
                 !json_get(schema, "unevaluatedProperties");
         given |= json_get(schema, "additionalProperties") != NULL;
+        next[i] = json_get(schema, "properties") ? json_get(schema, "properties")->child : NULL;
     }
     cJSON_ArrayForEach(each, names) {
-        ids_add(&value, member_value(c, all, each->string));
+        ids_add(&value, member_value(c, all, each->string, next));
         if (cJSON_IsTrue(each) && value.data[value.n - 1] == NEVER) return NEVER;
     }
     const int other = open || given ? other_member(c, all, names) : NEVER;

@@ -138,6 +138,35 @@ static void schemas_do_not_explode(void) {
     grammar_close(&g);
 }
 
+/* Thousands of properties, and of strict tools, which are in one grammar, take time that grows as they do. */
+static void large_schemas_take_little_time(void) {
+    LocalBytes text = {0};
+    Grammar g;
+    Error e = {0};
+    const int objects = thorough ? 30 : 6, tools = thorough ? 10000 : 2000;
+    bytes_text(&text, "[");
+    for (int i = 0; i < objects * 4096; i++)
+        if (i % 4096)
+            bytes_print(&text, ",\"a long name %d\":{}", i);
+        else
+            bytes_print(&text, "%s{\"properties\":{\"%d\":{}", i ? "}}," : "", i);
+    bytes_text(&text, "}}]");
+    LocalText all = text_print("{\"prefixItems\":%s}", text.data);
+    clock_t begun = clock();
+    check(schema_of(&g, all, &e), "%s", e.text);
+    check(clock() - begun < 3 * CLOCKS_PER_SEC / 2, "properties took %g s", (double)(clock() - begun) / CLOCKS_PER_SEC);
+    grammar_close(&g);
+    grammar_open(&g);
+    begun = clock();
+    for (int i = 0; i < tools; i++) {
+        LocalText one = text_print("{\"properties\":{\"a%d\":{\"type\":\"string\"},\"b\":{\"type\":\"integer\"}}}", i);
+        LocalJson json = json_parse(one, strlen(one), "schema", &e);
+        check(schema_node(&g, json, "schema", &e) >= 0, "%s", e.text);
+    }
+    check(clock() - begun < 3 * CLOCKS_PER_SEC, "tools took %g s", (double)(clock() - begun) / CLOCKS_PER_SEC);
+    grammar_close(&g);
+}
+
 /* Walks random texts of a grammar by tokens. At each place every token is tried by itself. */
 static void masks_have_the_tokens_that_can_be_read(void) {
     static const char *const schemas[] = {
@@ -188,5 +217,6 @@ static void json_tests(void) {
     run("unit: a text but what it may not have", what_a_text_may_not_have);
     run("unit: schemas that are not supported are refused with keyword and place", schemas_are_refused);
     run("unit: schemas do not explode", schemas_do_not_explode);
+    run("unit: thousands of properties and tools take little time", large_schemas_take_little_time);
     run("unit: masks have the tokens that can be read", masks_have_the_tokens_that_can_be_read);
 }
