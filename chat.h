@@ -17,7 +17,8 @@ typedef struct {
     bool tools, schemas;   /* a prompt can have tools; a response_format */
     bool thinks, quiet;    /* a prompt ends inside a thought; the effort may be none, and then it does not */
     void *own;             /* what else the format needs; chat_close() frees it */
-    /* How answers have thoughts and calls; NULL: none. What opens and what closes a thought; a name, first. */
+    /* How answers have thoughts and calls; NULL: none. What opens and what closes a thought; a name, and
+     * what opens calls, or NULL, first. */
     const char *const *thoughts, *const *calls;
 } Chat;
 

@@ -240,9 +240,14 @@ static int other_answer(const Maker *m, int text, int called) {
         thought = rule_node(g, "%%", but_node(g, any, rule_node(g, "%%%", any, closed, any)), closed);
     }
     if (!inside && thought != NOTHING) thought = rule_node(g, "(%%)?", token_node(g, open), thought);
-    const int said = text < 0 && called != NEVER ? rule_node(g, "([^ \n{\\[<]%)?", any) : text < 0 ? any : text;
-    const int final = m->force ? NEVER : rule_node(g, "%%%", space, said, answer_end(m));
-    return rule_node(g, "%(%|%%)", thought, final, space, called);
+    const char *opens = chat->calls ? chat->calls[1] : NULL;
+    const int end = m->force ? NEVER : answer_end(m);
+    if (text >= 0 || called == NEVER || m->force || !opens) {
+        const int said = text < 0 && called != NEVER ? rule_node(g, "([^ \n{\\[<]%)?", any) : text < 0 ? any : text;
+        return rule_node(g, "%%(%%|%)", thought, space, said, end, called);
+    }
+    const int mark = text_node(g, opens, strlen(opens)); /* no text has it if it is a token */
+    return rule_node(g, "%%(%|%)", thought, but_node(g, any, rule_node(g, "%%%", any, mark, any)), end, called);
 }
 
 static int answer(const Maker *m) {

@@ -188,6 +188,41 @@ def test_calls_keep_their_schemas():
         s.refuses("/v1/chat/completions", {**ask, "tools": bad}, "tools[0].function.parameters", "not at #")
 
 
+def test_strict_calls_behind_a_preamble(folder):
+    """Whether the mark of a call is a token or spelled, what follows it keeps the schema, and no text has that mark."""
+    needs("serve", "formats", "families")
+    from test_chat import speaker
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}, "b": {"enum": ["x", "y"]}},
+              "required": ["a", "b"], "additionalProperties": False}
+    ask = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 200,
+           "tools": [{"type": "function", "function": {"name": "add", "description": "d", "parameters": schema, "strict": True}}]}
+    hermes = ["<tool_call>", '\n{"name": "add", "arguments": ', "", "}\n", "</tool_call>", "<|im_end|>"]
+    mistral = ["[TOOL_CALLS]", '[{"name": "add", "arguments": ', "", ', "id": "123456789"}]', "</s>"]
+    calls = {"Qwen2.5": hermes, "Qwen3": hermes, "Mistral Nemo": mistral}
+
+    def check(model, spelled, good):
+        said = [part or ('{"a": 5, "b": "x"}' if good else '{"a": 50, "b": "x"}') for part in calls[model]]
+        marks = [part for part in said if re.fullmatch(r"</?tool_call>|\[TOOL_CALLS]", part)]
+        if spelled:
+            said = [half for part in said for half in ((part[:5], part[5:]) if part in marks else (part,))]
+        made = speaker(model, folder, "I look. ", *said)
+        path = made / "tokenizer.json"
+        tokenizer = json.loads(path.read_text())
+        for token in tokenizer["added_tokens"]:  # what the model says is in its vocabulary
+            if token["content"] in said and token["content"] not in marks + said[-1:]:
+                tokenizer["model"]["vocab"][token["content"].replace(" ", "Ġ").replace("\n", "Ċ")] = token["id"]
+        kept = [t for t in tokenizer["added_tokens"] if t["content"] not in said or t["content"] in marks + said[-1:]]
+        tokenizer["added_tokens"] = [t for t in kept if not (spelled and t["content"] in marks)]
+        path.write_text(json.dumps(tokenizer))
+        with Server(made, program=helpers.PLAIN) as s:
+            choice = s.post("/v1/chat/completions", ask)["choices"][0]
+        expect(choice["message"]["content"].strip() == "I look." or not good, choice)
+        for call in choice["message"].get("tool_calls") or []:
+            expect(valid([(schema, call["function"]["arguments"])])[0], choice)
+        expect(choice["finish_reason"] == "tool_calls" or not good, choice)
+    each([(model, spelled, good) for model in calls for spelled in (True, False) for good in (True, False)], check)
+
+
 def test_client_libraries():
     """openai, instructor, langchain, pydantic-ai and openai-agents read answers as the types that they asked for."""
     needs("serve")
