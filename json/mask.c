@@ -35,7 +35,7 @@ struct Vocabulary {
 };
 
 struct Letters {   /* of one kind, up to the quote */
-    int start;     /* the node: any number of them, and the quote */
+    int letter;    /* the node */
     bool known;    /* it is always sure how many there are: a text is read in one way, and knows where a letter ends */
     uint32_t *row; /* (LETTERS, words) tokens that stay in the string and need at most so many */
     Ids longer;    /* branches of the tokens that need more, and how many */
@@ -90,11 +90,11 @@ static const Letters *letters_of(Grammar *g, const Vocabulary *v, int letter) {
     int path[MOST_BYTES + 1], count[MOST_BYTES + 1] = {0};
     if (letter == g->letter) g = v->strings, letter = g->letter;
     if (letter == g->plain) g = v->strings, letter = g->plain;
-    const int start = path[0] = seq_node(g, repeat_node(g, letter, 0, ENDLESS), g->quote);
     for (const Letters *known = g->letters; known; known = known->next)
-        if (known->start == start) return known;
+        if (known->letter == letter) return known;
+    const int start = path[0] = seq_node(g, repeat_node(g, letter, 0, ENDLESS), g->quote);
     Letters *l = allocate_zero(1, sizeof *l);
-    *l = (Letters){start, true, allocate_zero(LETTERS * v->words, sizeof *l->row), .next = g->letters};
+    *l = (Letters){letter, true, allocate_zero(LETTERS * v->words, sizeof *l->row), .next = g->letters};
     g->letters = l, g->rows += LETTERS;
     for (int i = 1; i < v->branches && l->known;) {
         const Branch *b = v->branch + i;

@@ -27,10 +27,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
         assert(node >= 0 || *e.text);
     }
     int state = node < 0 ? NEVER : node;
-    for (const uint8_t *s = end + 1; s < data + n && state && g.nodes < 100000; s++) {
+    for (const uint8_t *s = end + 1; s < data + n && state && g.nodes < 100000 && !gave_up(&g); s++) {
         bool more = false;
         for (int byte = 0; byte < 256 && !more; byte++) more = state_step(&g, state, (unsigned char)byte);
-        assert(more || ends(&g, state));
+        assert(more || ends(&g, state) || gave_up(&g));
         const int forced = state_forced(&g, state);
         assert(forced < 0 || state_step(&g, state, (unsigned char)forced));
         state = state_step(&g, state, *s);

@@ -53,6 +53,7 @@ WAITS = ("hub.faults", "serve.a_client_that_does_not_read_is_cut_off", "hub.kill
 # Of the others, those that take long start first: seconds of processor time.
 COSTS = {"tiny.questions_that_were_held_out": 40, "json.every_format_keeps_schemas": 40,
          "json.answers_of_tiny_satisfy_random_schemas": 25,
+         "json.answers_of_random_weights_satisfy_random_schemas": 15, "json.hostile_patterns": 12,
          "emulated gpu: every encoding of safetensors": 32,
          "sanitized unit: scheduled among others, with few pages = alone": 30,
          "sanitized unit: texts pause in turn while steps of fewer are faster": 27,

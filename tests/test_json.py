@@ -113,6 +113,12 @@ def test_answers_of_tiny_satisfy_random_schemas():
         satisfied(s, random_schemas(30, 1), 8)
 
 
+def test_answers_of_random_weights_satisfy_random_schemas():
+    needs("serve")
+    with Server(PARROT, program=helpers.PLAIN) as s:
+        satisfied(s, random_schemas(SCHEMAS, 1), SCHEMAS // 4)
+
+
 def test_answers_satisfy_random_schemas():
     """Of a model of random weights."""
     needs("serve")
