@@ -247,6 +247,12 @@ int state_forced(Grammar *g, int state) {
     return gave_up(g) ? -1 : only;
 }
 
+int letters_left(const Grammar *g, int node) {
+    const int *t = tuple(g, node);
+    if (*t == SEQ) return letters_left(g, t[2]) + 1; /* inside of a letter */
+    return *t == REPEAT && t[1] == g->letter && !t[2] ? t[3] : -1;
+}
+
 /* Finds out, too, what can be reached from the node but not completed. */
 int both_node(Grammar *g, int a, int b) {
     LocalIds found = {0}, edges = {0}; /* edges: from, to */
@@ -277,6 +283,10 @@ int both_node(Grammar *g, int a, int b) {
             if (!barren(g, edges.data[i - 2]) || barren(g, edges.data[i - 1])) continue;
             g->node[edges.data[i - 2]].flags &= ~BARREN, changed = true;
         }
+    }
+    for (size_t i = 0; i < 2 * found.n; i++) {
+        const int left = letters_left(g, tuple(g, found.data[i / 2])[1 + i % 2]);
+        if (barren(g, found.data[i / 2]) && left > g->tight) g->tight = left;
     }
     return node;
 }

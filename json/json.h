@@ -34,6 +34,7 @@ typedef struct {
     int rounds;         /* of derivatives */
     int64_t work;       /* since the last mask, in about 10 ns each; at `most` derivatives give up */
     int64_t most;
+    int tight;        /* the most letters_left() of a BARREN node's part */
     int rows;         /* that mask.c keeps */
     Letters *letters; /* of mask.c: a list */
 } Grammar;
@@ -61,7 +62,8 @@ int ref_node(Grammar *g, const int *key, size_t n);
 /* What a sequence begins with, which is none itself, and what follows that. Appends the alternatives of a node. */
 int first_node(Grammar *g, int node, int *rest);
 void add_cases(const Grammar *g, int node, Ids *out);
-bool grammar_settle(Grammar *g, int node); /* to be called when all targets are set. Does any text match the node? */
+bool grammar_settle(Grammar *g, int node);    /* to be called when all targets are set. Does any text match the node? */
+int letters_left(const Grammar *g, int node); /* of a string that has a most, and may end; -1: it is none */
 int state_derive(Grammar *g, int state, unsigned char byte); /* of state_step(): a byte behind it that is new */
 int state_run(Grammar *g, int state, const char *text, size_t n);
 int state_forced(Grammar *g, int state); /* the only byte that may come next, or -1: there are several, or it may end */

@@ -8,9 +8,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* LETTERS: rows of tokens that need fewer letters. A token of more bytes than MOST_BYTES is never allowed. */
+/* A token of more bytes than MOST_BYTES is never allowed. */
 enum {
-    LETTERS = 32,
+    SHORT = 32,
+    LETTERS = SHORT + 2,
     MOST_BYTES = 250,
     MOST_ROWS = 1024,
     MOST_PREPARED = 256,
@@ -31,14 +32,14 @@ struct Vocabulary {
     Bytes text;     /* of token id: text.data[begin[id]] .. text.data[begin[id + 1] - 1] */
     int *begin;     /* (ids + 1) */
     int ids;
+    Ids longer;       /* tokens of more than SHORT bytes; see short_state() */
     Grammar *strings; /* keeps `letters` of `letter` and `plain`, which are the same in every grammar */
 };
 
 struct Letters {   /* of one kind, up to the quote */
     int letter;    /* the node */
     bool known;    /* it is always sure how many there are: a text is read in one way, and knows where a letter ends */
-    uint32_t *row; /* (LETTERS, words) tokens that stay in the string and need at most so many */
-    Ids longer;    /* branches of the tokens that need more, and how many */
+    uint32_t *row; /* (LETTERS, words) tokens that stay in the string and need at most so many; the last one: all */
     Ids exits;     /* branches where the string ends, and how many it has before that */
     Letters *next;
 };
@@ -107,8 +108,8 @@ static const Letters *letters_of(Grammar *g, const Vocabulary *v, int letter) {
             i = b->end;
             continue;
         }
-        if (need >= LETTERS) ids_append(&l->longer, (const int[]){i, need}, 2);
-        for (int k = need; k < LETTERS; k++) set_tokens(v, i, i + 1, l->row + (size_t)k * v->words);
+        for (int k = need < LETTERS ? need : LETTERS - 1; k < LETTERS; k++)
+            set_tokens(v, i, i + 1, l->row + (size_t)k * v->words);
         l->known = !gave_up(g) && node_kind(g, next) == SEQ && (next == start || state_step(g, next, '"') != NOTHING);
         i++;
     }
@@ -131,6 +132,7 @@ Vocabulary *vocabulary_open(const Tokenizer *t, int ids, const int *control, int
         const size_t size = v->text.n - begin;
         if (!marks && size && memchr(v->text.data + begin, CONTROL, size)) v->text.n = begin; /* no text is like one */
         if (v->text.n > begin && size <= MOST_BYTES) v->token[v->size++] = id;
+        if (v->text.n > begin && size <= MOST_BYTES && size > SHORT) ids_add(&v->longer, id);
         v->begin[id] = (int)begin, v->begin[id + 1] = (int)v->text.n;
     }
     qsort_r(v->token, (size_t)v->size, sizeof *v->token, by_bytes, v);
@@ -145,7 +147,7 @@ Vocabulary *vocabulary_open(const Tokenizer *t, int ids, const int *control, int
 void vocabulary_close(Vocabulary *v) {
     if (!v) return;
     grammar_close(v->strings);
-    bytes_free(&v->text);
+    bytes_free(&v->text), ids_free(&v->longer);
     free(v->strings), free(v->branch), free(v->token), free(v->begin), free(v);
 }
 
@@ -184,12 +186,8 @@ static bool in_string(Grammar *g, const Vocabulary *v, int state, uint32_t *row)
     const int most = limit == ENDLESS ? INT32_MAX : limit;
     const Letters *l = letters_of(g, v, letter);
     if (!l->known) return false;
-    const uint32_t *stay = l->row + (size_t)(most < LETTERS ? most : LETTERS - 1) * v->words;
+    const uint32_t *stay = l->row + (size_t)(limit == ENDLESS ? LETTERS - 1 : limit) * v->words;
     for (size_t w = 0; w < v->words; w++) row[w] |= stay[w];
-    for (size_t i = 0; i < l->longer.n; i += 2) {
-        const int at = l->longer.data[i];
-        if (l->longer.data[i + 1] <= most) set_tokens(v, at, at + 1, row);
-    }
     for (size_t i = 0; i < l->exits.n; i += 2) {
         const int at = l->exits.data[i], n = l->exits.data[i + 1];
         const Bytes text = token_text(v, v->token[v->branch[at].first]);
@@ -200,16 +198,50 @@ static bool in_string(Grammar *g, const Vocabulary *v, int state, uint32_t *row)
     return true;
 }
 
-const uint32_t *state_tokens(Grammar *g, const Vocabulary *v, int state) {
-    LocalIds cases = {0}, others = {0};
-    if (g->node[state].row) return g->node[state].row;
-    if (g->rows > MOST_ROWS) forget_masks(g);
-    uint32_t *row = allocate_zero(v->words, sizeof *row);
+/* A state with fewer counts that allows the same tokens of at most SHORT bytes, which do not come to the end of a
+ * larger count. What such a token makes of a pattern beside a limit of letters can be completed if the limit is not
+ * near. */
+static int short_state(Grammar *g, int state) {
+    LocalIds cases = {0};
     add_cases(g, state, &cases);
-    g->work = 0, g->most = MOST_WORK;
+    for (size_t i = 0; i < cases.n; i++) {
+        int rest, first = first_node(g, cases.data[i], &rest);
+        for (int k = 1; k < 3 && node_kind(g, first) == AND; k++)
+            if (letters_left(g, tuple(g, first)[k]) > g->tight + SHORT) first = tuple(g, first)[3 - k];
+        const int *t = tuple(g, first), most = *t == REPEAT ? t[3] : 0;
+        if (*t == REPEAT) first = repeat_node(g, t[1], t[2] > SHORT ? SHORT + 1 : t[2], most > SHORT ? ENDLESS : most);
+        cases.data[i] = seq_node(g, first, rest);
+    }
+    return alt_node(g, cases.data, cases.n);
+}
+
+/* The row of a state that is its short_state(). */
+static void fill_row(Grammar *g, const Vocabulary *v, int state, uint32_t *row) {
+    LocalIds cases = {0}, others = {0};
+    add_cases(g, state, &cases);
     for (size_t i = 0; i < cases.n; i++)
         if (!in_string(g, v, cases.data[i], row)) ids_add(&others, cases.data[i]);
     if (others.n) walk(g, v, 0, alt_node(g, others.data, others.n), row);
+}
+
+const uint32_t *state_tokens(Grammar *g, const Vocabulary *v, int state) {
+    if (g->node[state].row) return g->node[state].row;
+    if (g->rows > MOST_ROWS) forget_masks(g);
+    g->work = 0, g->most = MOST_WORK;
+    const int simple = short_state(g, state);
+    const uint32_t *known = simple == state ? NULL : state_tokens(g, v, simple);
+    uint32_t *row = allocate_zero(v->words, sizeof *row);
+    if (known) memcpy(row, known, v->words * sizeof *row);
+    for (size_t i = 0; known && i < v->longer.n; i++) {
+        const int id = v->longer.data[i];
+        const Bytes text = token_text(v, id);
+        int next = state;
+        for (size_t k = 0; k < text.n && next; k++)
+            next = g->work > MOST_STEPS ? NEVER : state_step(g, next, (unsigned char)text.data[k]);
+        row[id / 32] &= ~(1u << id % 32);
+        if (next) row[id / 32] |= 1u << id % 32;
+    }
+    if (simple == state) fill_row(g, v, state, row);
     if (gave_up(g)) return free(row), NULL;
     g->rows++;
     return g->node[state].row = row;
@@ -226,7 +258,7 @@ void forget_masks(Grammar *g) {
     for (Node *n = g->node; n < g->node + g->nodes; n++) free(n->row), n->row = NULL;
     for (Letters *l; (l = g->letters);) {
         g->letters = l->next;
-        ids_free(&l->longer), ids_free(&l->exits);
+        ids_free(&l->exits);
         free(l->row), free(l);
     }
     g->rows = 0;

@@ -178,7 +178,8 @@ static void masks_have_the_tokens_that_can_be_read(void) {
         "\"additionalProperties\":{\"type\":\"number\"}}",
         "{\"type\":\"string\",\"pattern\":\"^(\\\\w+ ){2,4}[^a]*$\",\"maxLength\":40}",
         "{\"type\":\"string\",\"pattern\":\"^.{3,20}$|^[^\\u00e9]{5,40}$\"}",
-        "{\"type\":\"string\",\"pattern\":\"^([a-z] *)?$\"}"};
+        "{\"type\":\"string\",\"pattern\":\"^([a-z] *)?$\"}",
+        "{\"type\":\"string\",\"pattern\":\"^(ab|[c-z ]{2})*END.{20}$\",\"maxLength\":100}"};
     enum { SCHEMAS = sizeof schemas / sizeof *schemas };
     Error e;
     uint64_t random = 7;
