@@ -21,7 +21,6 @@ typedef struct {
     uint32_t *row; /* of mask.c: the tokens that may come next; or NULL */
 } Node;
 
-typedef struct Letters Letters;
 typedef struct {
     Ids data; /* all tuples */
     Node *node;
@@ -34,9 +33,8 @@ typedef struct {
     int rounds;         /* of derivatives */
     int64_t work;       /* since the last mask, in about 10 ns each; at `most` derivatives give up */
     int64_t most;
-    int tight;        /* the most letters_left() of a BARREN node's part */
-    int rows;         /* that mask.c keeps */
-    Letters *letters; /* of mask.c: a list */
+    int tight; /* the most letters_left() of a BARREN node's part */
+    int rows;  /* that mask.c keeps */
 } Grammar;
 
 /* Kinds, the first int of a tuple. Behind it: of SET byte ranges, first and last of each; of BYTES where they begin,
@@ -108,7 +106,6 @@ Bytes token_text(const Vocabulary *v, int id);                       /* as gramm
 int state_token(Grammar *g, const Vocabulary *v, int state, int id); /* NEVER: it cannot come here */
 /* The tokens that may come next: token i is bit i % 32 of word i / 32. Kept until a later call. NULL: it gave up. */
 const uint32_t *state_tokens(Grammar *g, const Vocabulary *v, int state);
-void prepare_masks(Grammar *g, const Vocabulary *v); /* computes ahead what texts will need first: some milliseconds */
 void forget_masks(Grammar *g);
 
 #endif

@@ -346,7 +346,6 @@ static Rule *make(const Session *m, const cJSON *request, const Conversation *ta
     if (!e->code && node >= 0 && !grammar_settle(&r->g, node)) refuse(&maker, "response_format", "allows no answer");
     if (e->code || node < 0) return forget(r), NULL;
     r->start = node;
-    prepare_masks(&r->g, kept.words);
     if (!state_tokens(&r->g, kept.words, r->start))
         return refuse(&maker, "response_format", ambiguous), forget(r), NULL;
     pthread_mutex_lock(&kept.lock);

@@ -1,28 +1,26 @@
 /* mask.c: the tokens that may come next. All tokens stand in a trie of their bytes, in the order in which a walk from
  * the root meets its branches; a walk that carries the grammar's state skips what lies below a byte that cannot come.
- * Two things make it quick. The row of a state is kept. And nothing is walked in a string where letters of one kind
- * may come up to its end: one walk for all such strings tells which tokens stay in it and how many letters they need,
- * and where in the trie it may end; only from there on each text is walked by itself. */
+ * Three things make it quick. The row of a state is kept. States that differ in counts out of reach share one. And
+ * nothing is walked in a string where any letters may come up to its end: one walk for all such strings tells which
+ * tokens stay in it and how many letters they need, and where in the trie it may end; only from there on each text is
+ * walked by itself. */
 #include "json.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 /* A token of more bytes than MOST_BYTES is never allowed. */
-enum {
-    SHORT = 32,
-    LETTERS = SHORT + 2,
-    MOST_BYTES = 250,
-    MOST_ROWS = 1024,
-    MOST_PREPARED = 256,
-    MOST_STEPS = 500000,
-    MOST_WORK = 5000000
-};
+enum { SHORT = 32, LETTERS = SHORT + 2, MOST_BYTES = 250, MOST_ROWS = 1024, MOST_STEPS = 500000, MOST_WORK = 5000000 };
 
 typedef struct {
     int end, first; /* the branch behind all below it; its first token, in Vocabulary.token */
     uint8_t byte, depth;
 } Branch;
+
+typedef struct {   /* what tokens do in strings of one kind of letters */
+    uint32_t *row; /* (LETTERS, words) tokens that stay in the string and need at most so many; the last one: all */
+    Ids exits;     /* branches where the string ends, and how many it has before that */
+} Strings;
 
 struct Vocabulary {
     size_t words; /* of a row */
@@ -32,16 +30,8 @@ struct Vocabulary {
     Bytes text;     /* of token id: text.data[begin[id]] .. text.data[begin[id + 1] - 1] */
     int *begin;     /* (ids + 1) */
     int ids;
-    Ids longer;       /* tokens of more than SHORT bytes; see short_state() */
-    Grammar *strings; /* keeps `letters` of `letter` and `plain`, which are the same in every grammar */
-};
-
-struct Letters {   /* of one kind, up to the quote */
-    int letter;    /* the node */
-    bool known;    /* it is always sure how many there are: a text is read in one way, and knows where a letter ends */
-    uint32_t *row; /* (LETTERS, words) tokens that stay in the string and need at most so many; the last one: all */
-    Ids exits;     /* branches where the string ends, and how many it has before that */
-    Letters *next;
+    Ids longer;            /* tokens of more than SHORT bytes; see short_state() */
+    Strings letter, plain; /* of these nodes of a Grammar, which are alike in all */
 };
 
 /* ---- the trie ---- */
@@ -86,34 +76,25 @@ static void set_tokens(const Vocabulary *v, int from, int to, uint32_t *row) {
     for (int k = v->branch[from].first; k < v->branch[to].first; k++) row[v->token[k] / 32] |= 1u << v->token[k] % 32;
 }
 
-/* What is known of strings of this letter. */
-static const Letters *letters_of(Grammar *g, const Vocabulary *v, int letter) {
+/* A text is read in one way only, so it is sure how many letters there are. */
+static void read_strings(const Vocabulary *v, Grammar *g, int letter, Strings *out) {
     int path[MOST_BYTES + 1], count[MOST_BYTES + 1] = {0};
-    if (letter == g->letter) g = v->strings, letter = g->letter;
-    if (letter == g->plain) g = v->strings, letter = g->plain;
-    for (const Letters *known = g->letters; known; known = known->next)
-        if (known->letter == letter) return known;
     const int start = path[0] = seq_node(g, repeat_node(g, letter, 0, ENDLESS), g->quote);
-    Letters *l = allocate_zero(1, sizeof *l);
-    *l = (Letters){letter, true, allocate_zero(LETTERS * v->words, sizeof *l->row), .next = g->letters};
-    g->letters = l, g->rows += LETTERS;
-    for (int i = 1; i < v->branches && l->known;) {
+    out->row = allocate_zero(LETTERS * v->words, sizeof *out->row);
+    for (int i = 1; i < v->branches;) {
         const Branch *b = v->branch + i;
         const int next = path[b->depth] = state_step(g, path[b->depth - 1], b->byte);
         const int letters = count[b->depth] = count[b->depth - 1] + (next == start);
         const int need = letters + (next != start); /* one that has begun needs room, too */
-        const bool ends = next == NOTHING;
-        if (next == NEVER || ends) {
-            if (ends) ids_append(&l->exits, (const int[]){i, letters}, 2);
+        if (next == NOTHING) ids_append(&out->exits, (const int[]){i, letters}, 2);
+        if (next == NEVER || next == NOTHING) {
             i = b->end;
             continue;
         }
         for (int k = need < LETTERS ? need : LETTERS - 1; k < LETTERS; k++)
-            set_tokens(v, i, i + 1, l->row + (size_t)k * v->words);
-        l->known = !gave_up(g) && node_kind(g, next) == SEQ && (next == start || state_step(g, next, '"') != NOTHING);
+            set_tokens(v, i, i + 1, out->row + (size_t)k * v->words);
         i++;
     }
-    return l;
 }
 
 Vocabulary *vocabulary_open(const Tokenizer *t, int ids, const int *control, int controls) {
@@ -137,18 +118,19 @@ Vocabulary *vocabulary_open(const Tokenizer *t, int ids, const int *control, int
     }
     qsort_r(v->token, (size_t)v->size, sizeof *v->token, by_bytes, v);
     build_trie(v);
-    grammar_open(v->strings = allocate(sizeof *v->strings));
-    make_letters(v->strings);
-    letters_of(v->strings, v, v->strings->letter);
-    letters_of(v->strings, v, v->strings->plain);
+    Grammar g;
+    grammar_open(&g);
+    make_letters(&g);
+    read_strings(v, &g, g.letter, &v->letter);
+    read_strings(v, &g, g.plain, &v->plain);
+    grammar_close(&g);
     return v;
 }
 
 void vocabulary_close(Vocabulary *v) {
     if (!v) return;
-    grammar_close(v->strings);
-    bytes_free(&v->text), ids_free(&v->longer);
-    free(v->strings), free(v->branch), free(v->token), free(v->begin), free(v);
+    bytes_free(&v->text), ids_free(&v->longer), ids_free(&v->letter.exits), ids_free(&v->plain.exits);
+    free(v->letter.row), free(v->plain.row), free(v->branch), free(v->token), free(v->begin), free(v);
 }
 
 int state_token(Grammar *g, const Vocabulary *v, int state, int id) {
@@ -174,8 +156,8 @@ static void walk(Grammar *g, const Vocabulary *v, int at, int state, uint32_t *r
     }
 }
 
-/* Sets the bits of the tokens that a state allows if it is in a string of one kind of letters, perhaps but some texts;
- * false: it is not. */
+/* Sets the bits of the tokens that a state allows if it is in a string of any letters, perhaps but some texts; false:
+ * it is not. */
 static bool in_string(Grammar *g, const Vocabulary *v, int state, uint32_t *row) {
     int rest, behind;
     const int first = first_node(g, state, &rest);
@@ -184,8 +166,8 @@ static bool in_string(Grammar *g, const Vocabulary *v, int state, uint32_t *row)
     if (node_kind(g, repeat) != REPEAT || first_node(g, rest, &behind) != g->quote) return false;
     const int letter = tuple(g, repeat)[1], least = tuple(g, repeat)[2], limit = tuple(g, repeat)[3];
     const int most = limit == ENDLESS ? INT32_MAX : limit;
-    const Letters *l = letters_of(g, v, letter);
-    if (!l->known) return false;
+    const Strings *l = letter == g->letter ? &v->letter : letter == g->plain ? &v->plain : NULL;
+    if (!l) return false;
     const uint32_t *stay = l->row + (size_t)(limit == ENDLESS ? LETTERS - 1 : limit) * v->words;
     for (size_t w = 0; w < v->words; w++) row[w] |= stay[w];
     for (size_t i = 0; i < l->exits.n; i += 2) {
@@ -247,19 +229,7 @@ const uint32_t *state_tokens(Grammar *g, const Vocabulary *v, int state) {
     return g->node[state].row = row;
 }
 
-void prepare_masks(Grammar *g, const Vocabulary *v) {
-    const int nodes = g->nodes;
-    for (int node = 0; node < nodes && g->rows < MOST_PREPARED; node++)
-        if (node_kind(g, node) == SEQ && tuple(g, node)[2] == g->quote && node_kind(g, tuple(g, node)[1]) == REPEAT)
-            letters_of(g, v, tuple(g, tuple(g, node)[1])[1]);
-}
-
 void forget_masks(Grammar *g) {
     for (Node *n = g->node; n < g->node + g->nodes; n++) free(n->row), n->row = NULL;
-    for (Letters *l; (l = g->letters);) {
-        g->letters = l->next;
-        ids_free(&l->exits);
-        free(l->row), free(l);
-    }
     g->rows = 0;
 }
