@@ -284,8 +284,8 @@ static void forget(Rule *r) {
 static void trim_rules(void) {
     int n = 0;
     for (Rule **at = &kept.rules, *each; (each = *at);) {
-        const bool stays = n++ < MOST_RULES || each->users;
-        if (stays && (each->users || each->g.nodes <= MOST_STATES)) {
+        const bool fits = n++ < MOST_RULES;
+        if (each->users || (fits && (size_t)each->g.nodes + each->g.data.n / 16 <= MOST_STATES)) {
             at = &each->next;
         } else {
             *at = each->next;
