@@ -16,7 +16,7 @@ ARCHES = $(foreach a,$(filter sm_%,$(CUDA_ARCH)),-gencode=arch=compute_$(a:sm_%=
 
 # A room is a folder that adds something to the core; extensions.c has its rows, extensions.cuh its part on the card.
 # EXTENSIONS=no builds the core alone, programs included, below build/core. FAST=no: without fast/.
-ROOMS     = $(if $(filter no,$(EXTENSIONS)),,$(wildcard families encodings formats json serve commands terminal \
+ROOMS     = $(if $(filter no,$(EXTENSIONS)),,$(wildcard families encodings formats json serve commands terminal gpus \
                                                         $(if $(filter yes,$(FAST)),fast)))
 
 BUILD     = build$(if $(filter no,$(EXTENSIONS)),/core)
@@ -85,12 +85,12 @@ $(BUILD)/cuda/gpu: $(call objects,cuda,$(TESTED) tests/gpu.c) $(BUILD)/cuda/infe
 # sed replaces what only nvcc can read: shared memory without a size, and <<<>>>.
 EMULATED_CUH   = extensions.cuh $(wildcard $(addsuffix /*.cuh,$(ROOMS)))
 EMULATED_FLAGS = -std=c++17 -O2 -g -fno-strict-aliasing -ffp-contract=off -w -MMD -MP -DCUDA_ARCHES='"emulated"' \
-          '-DPIECE_BYTES(bytes)=4096' -I$(BUILD)/emulated -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS))
+          '-DPIECE_BYTES(bytes)=4096' -DGAP_BYTES=16ul -I$(BUILD)/emulated -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS))
 AS_CPP  = -e 's/extern __shared__( __align__\([0-9]+\))? (\w+) (\w+)\[\];/\2 *\3 = (\2 *)emulated::shared;/' \
           -e 's/(\w+|\([^()]*\))<<<(.*)>>>\(/emulated::Launch{\2}(\1, /'
 $(BUILD)/emulated/gpu: $(call objects,emulated,$(TESTED) tests/gpu.c) \
                     $(patsubst %,$(BUILD)/emulated/%.o,infer.cu card.cu emulate.cpp)
-	$(call say,link $@)$(CXX) -Wl,--wrap=cudaMalloc $^ -o $@ $(LIBS)
+	$(call say,link $@)$(CXX) -rdynamic -Wl,--wrap=cudaMalloc $^ -o $@ $(LIBS)
 
 $(BUILD)/emulated/%.cu.o: $(BUILD)/emulated/%.cu $(addprefix $(BUILD)/emulated/,$(EMULATED_CUH))
 	$(call say,c++ $<)$(CXX) $(EMULATED_FLAGS) -include tests/emulated/emulate.h -x c++ -c $< -o $@
@@ -190,9 +190,9 @@ docs: lesson-packages ## renders README and the notebooks, below build/docs
 # Three rings: what a learner reads first, the core, everything. Deleting is welcome; whoever needs more raises the ring here.
 LEARNER     = $(wildcard infer.h infer.c tokenizer.c sampling.h infer.cu)
 ROOT        = $(wildcard *.c *.h *.cu *.cuh)
-MAX_LEARNER = 4425
-MAX_ROOT    = 9107
-MAX_LINES   = 23425
+MAX_LEARNER = 4455
+MAX_ROOT    = 9258
+MAX_LINES   = 24420
 MAX_ENTRIES = 36
 count: ## lines of each file
 	@wc -l $(COUNTED) | sort -n

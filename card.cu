@@ -43,7 +43,7 @@ static bool choose_card(Gpu *g, Error *e) {
     cudaDeviceProp card;
     cudaFuncAttributes code;
     CUDA(cudaGetDeviceProperties(&card, gpu));
-    g->sms = card.multiProcessorCount, g->shared = (int)card.sharedMemPerBlockOptin;
+    g->sms = card.multiProcessorCount / g->work.link.sharing, g->shared = (int)card.sharedMemPerBlockOptin;
     if (!cudaFuncGetAttributes(&code, fill_cos_sin)) return g->launch_arch = code.ptxVersion, true;
     cudaGetLastError();
     return fail(
@@ -131,6 +131,9 @@ struct Source {
     int matrix;                     /* which of the Matrix's */
 };
 
+#ifndef GAP_BYTES
+#define GAP_BYTES ((size_t)4 << 10) /* so many that are not needed are not read; tests skip fewer */
+#endif
 #ifndef PIECE_BYTES /* read at once of so many; tests take fewer, so that small matrices come in pieces too */
 #define PIECE_BYTES(bytes) ((size_t)16 << 20)
 #endif
@@ -285,19 +288,26 @@ size_t Upload::stage(const Piece &p, uint8_t *host, uint8_t *card, Source *s, Er
     const int columns = line_columns(w);
     Plan plan = {host, 0};
     bool ok = true;
-    /* Takes lines of a view, with what lies between them. From now on the view lies on the card. */
-    auto take = [&](View *view, size_t first, size_t lines) {
-        const size_t last = view->step ? (w.rows - 1) * view->step + types[w.type].bytes : view->bytes;
-        const size_t bytes = (lines - 1) * view->stride + last;
-        view->data = card + plan.used - first * view->stride;
-        uint8_t *to = plan.take<uint8_t>(bytes);
+    auto read = [&](const View *view, size_t from, uint8_t *to, size_t bytes) {
         for (size_t have = 0; to && ok && have < bytes;) {
-            ssize_t got = pread(view->fd, to + have, bytes - have, (off_t)(view->offset + first * view->stride + have));
+            ssize_t got = pread(view->fd, to + have, bytes - have, (off_t)(view->offset + from + have));
             if (got > 0)
                 have += (size_t)got;
             else
                 ok = fail(e, BAD_MODEL, "a model file ended while it was read (%s); download it again", name);
         }
+    };
+    /* Takes lines of a view, with what lies between them unless that is much, as between the columns of one of several
+     * cards. From now on the view lies on the card. */
+    auto take = [&](View *view, size_t first, size_t lines) {
+        const size_t last = view->step ? (w.rows - 1) * view->step + types[w.type].bytes : view->bytes;
+        const size_t from = first * view->stride, pitch = view->stride;
+        if (pitch >= last + GAP_BYTES) view->stride = last;
+        const size_t bytes = (lines - 1) * view->stride + last;
+        view->data = card + plan.used - first * view->stride;
+        uint8_t *to = plan.take<uint8_t>(bytes);
+        if (view->stride == pitch) return read(view, from, to, bytes);
+        for (size_t i = 0; i < lines; i++) read(view, from + i * pitch, to ? to + i * last : NULL, last);
     };
     auto take_grid = [&](const Grid &g, View *view) {
         size_t first = 0, lines = view->lines; /* all are needed, unless they run along the lines of the matrix */
@@ -524,7 +534,8 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     if (m.kv_rank) plan_latent(gpu, &p, &contexts, &partial);
     w.attn = p.take<uint8_t>((T * w.attn_pitch + CHUNK) * element);
     w.act_out = p.take<uint8_t>(choices * w.act_pitch * element);
-    w.down = p.take<float>(router ? choices * m.dim : post ? T * m.dim : 0);
+    w.down = p.take<float>(router ? choices * m.dim : post || w.link.cards > 1 ? T * m.dim : 0);
+    w.shared = router && m.layer[m.n_layers - 1].shared_down.rows && w.link.cards > 1 ? p.take<float>(T * m.dim) : NULL;
     w.router = p.take<float>(router ? T * m.n_experts : 0);
     w.expert = p.take<int>(choices);
     w.weight = p.take<float>(choices);
@@ -536,6 +547,7 @@ static size_t plan_work(Gpu *gpu, uint8_t *base) {
     w.partial = p.take<float>(partial);
     w.attended = p.take<int>(contexts);
     w.logits = p.take<float>(rows * m.vocab);
+    gpus::plan(gpu, &p);
     w.floor = p.take<float>(rows);
     w.best = p.take<unsigned long long>(rows);
     w.drawing = p.take<int>(rows);
@@ -562,7 +574,7 @@ static bool take_memory(Gpu *gpu, int *pages, Error *e) {
         char a[24], b[24], d[24];
         return fail(e, NO_ROOM,
                     "the model needs %s for its weights and %s to work, GPU %d has %s free: free memory of other "
-                    "programs, or choose another GPU with --gpu",
+                    "programs, or choose another GPU with --gpu, or several with --gpus",
                     size_text(weights, a), size_text(work + reserve, b), gpu->limits.gpu, size_text(free, d));
     }
     *pages = (int)std::min<size_t>(*pages, (free - weights - work - reserve) / page);
@@ -618,7 +630,7 @@ static bool open_gpu(Gpu *gpu, int *pages, Error *e) {
     w.v_dim = m.v_dim, w.rope_dim = m.rope_dim, w.kv_rank = m.kv_rank;
     w.n_experts = m.n_experts, w.top_k = m.top_k, w.eps = m.eps, w.act = m.act, w.act_limit = m.act_limit;
     w.embed_scale = m.embed_scale, w.attn_scale = m.attn_scale, w.attn_cap = m.attn_cap, w.logit_cap = m.logit_cap;
-    w.route = m.route;
+    w.route = m.route, w.first_id = 0, w.ids = m.vocab;
     w.slots = gpu->limits.max_seqs;
     if (!fast::open(gpu, e) || !take_memory(gpu, pages, e)) return false;
     CUDA(cudaStreamCreateWithFlags(&gpu->stream, cudaStreamNonBlocking));
@@ -644,7 +656,7 @@ static bool open_gpu(Gpu *gpu, int *pages, Error *e) {
         fill_cos_sin<<<gpu->limits.context, 32>>>((float2 *)w.cos_sin[i], inv_freq, m.rope_dim / 2, m.rope[i].scale);
         CUDA(cudaDeviceSynchronize());
     }
-    return load_model(gpu, e) && (!gpu->fast || fast::prepare(gpu, e));
+    return load_model(gpu, e);
 }
 
 static void cuda_close(void *state) {
@@ -666,10 +678,21 @@ static void cuda_close(void *state) {
     delete gpu;
 }
 
-static void *cuda_open(const Model *m, const Limits *limits, int *pages, Error *e) {
+Gpu *open_card(const Model *m, const Limits *limits, const Link *link, int first_id, int *pages, Error *e) {
     Gpu *gpu = new Gpu{*m, *limits};
     gpu->limits.max_tokens = std::max(MAX_DECODE, limits->max_tokens);
+    gpu->work.link = *link, gpu->device.first_id = first_id;
     if (open_gpu(gpu, pages, e)) return gpu;
+    cuda_close(gpu);
+    return NULL;
+}
+bool prepare_card(Gpu *gpu, Error *e) { return !gpu->fast || fast::prepare(gpu, e); }
+
+static void *cuda_open(const Model *m, const Limits *limits, int *pages, Error *e) {
+    const Link alone = {1, 0, false, false, 1};
+    if (limits->gpus) return fail(e, USAGE, "--gpus: this build has no gpus/, and runs on one GPU"), nullptr;
+    Gpu *gpu = open_card(m, limits, &alone, 0, pages, e);
+    if (!gpu || prepare_card(gpu, e)) return gpu;
     cuda_close(gpu);
     return NULL;
 }
@@ -692,7 +715,6 @@ void fill_step(const Step &s, Pass *a) {
         a->adjusted |= how.penalty != 1 || how.frequency != 0 || how.presence != 0 || how.biases || how.allowed;
         a->filtered |= how.temperature > 0 && (how.top_k > 0 || how.top_p < 1 || how.min_p > 0);
         s.last[i] = b->want[i] == WANT_NOTHING ? -1 : b->first[i + 1] - 1;
-        a->keep += b->want[i] == WANT_ALL_LOGITS ? n : b->want[i] == WANT_LOGITS;
         for (int t = b->first[i]; t < b->first[i + 1]; t++) {
             const int p = b->start[i] + t - b->first[i], page = b->page[(size_t)i * b->max_pages + p / PAGE];
             s.token[t] = make_int4(b->token[t], b->slot[i], page * PAGE + p % PAGE, 0);
@@ -721,6 +743,7 @@ bool draw_rows(Pass *a, Pending *p, Error *e) {
     for (int i = 0; i < a->rows; i += a->gpu->logit_rows) {
         const int n = std::min(a->gpu->logit_rows, a->rows - i);
         if (!a->has_logits && !head(a, i, n, e)) return false;
+        if (!gpus::share_logits(a, i, n, e)) return false;
         for (int r = 0; r < n && a->keep; r++)
             if (a->batch->want[p->step.seq[p->step.row[i + r]]] >= WANT_LOGITS)
                 CUDA(cudaMemcpyAsync(p->logits + vocab * p->rows++, a->w.logits + vocab * r, vocab * sizeof(float),
@@ -764,6 +787,23 @@ bool run_graph(Pass *a, Pending *p, Error *e) {
     return true;
 }
 
+/* How many rows of logits the caller requests. */
+static int rows_to_keep(const Batch *b) {
+    int rows = 0;
+    for (int i = 0; i < b->seqs; i++)
+        rows += b->want[i] == WANT_ALL_LOGITS ? b->first[i + 1] - b->first[i] : b->want[i] == WANT_LOGITS;
+    return rows;
+}
+bool logits_fit(const Gpu *gpu, const Batch *b) { return rows_to_keep(b) <= gpu->pending[gpu->turn % 3].room; }
+bool reserve_logits(Gpu *gpu, const Batch *b, Error *e) {
+    Pending &p = gpu->pending[gpu->turn % 3];
+    if (logits_fit(gpu, b)) return true;
+    p.room = std::max(rows_to_keep(b), 2 * p.room);
+    cudaFreeHost(p.logits);
+    CUDA(cudaMallocHost(&p.logits, (size_t)p.room * gpu->model.vocab * sizeof(float)));
+    return true;
+}
+
 static bool cuda_submit(void *state, const Batch *b, Error *e) {
     Gpu *gpu = (Gpu *)state;
     if (gpu->outstanding == 2) return fail(e, FAILED, "submit: two steps are outstanding; collect one");
@@ -775,11 +815,8 @@ static bool cuda_submit(void *state, const Batch *b, Error *e) {
     fill_step(p.step, &a);
     std::fill_n(p.token, b->seqs, DREW_NOTHING); /* the kernel draw() writes those that it draws */
     p.rows = 0;
-    if (a.keep > p.room) {
-        p.room = std::max(a.keep, 2 * p.room);
-        cudaFreeHost(p.logits);
-        CUDA(cudaMallocHost(&p.logits, (size_t)p.room * a.w.vocab * sizeof(float)));
-    }
+    a.keep = rows_to_keep(b);
+    if (!reserve_logits(gpu, b, e)) return false;
     CUDA(cudaEventRecord(p.begun, gpu->stream));
     if (!send_biases(gpu, b, (Bias *)(p.staged + gpu->step_bytes), e)) return false;
     gpu->decodes = gpu->has_decode && a.tokens <= MAX_DECODE;
@@ -810,8 +847,10 @@ static bool cuda_collect(void *state, Result *result, Error *e) {
     CUDA(cudaEventSynchronize(p.done));
     CUDA(cudaEventElapsedTime(&ms, p.begun, p.done));
     gpu->outstanding--;
-    if (*gpu->work.late) return fail(e, GPU_FAULT, "a draw waited a second for the tokens that it may draw");
-    *result = {p.token, p.logits, p.rows, ms / 1e3};
+    if (*gpu->work.late == LATE_MASK)
+        return fail(e, GPU_FAULT, "a draw waited a second for the tokens that it may draw");
+    if (*gpu->work.late) return fail(e, GPU_FAULT, "GPU %d waited five seconds for another", gpu->limits.gpu);
+    *result = {p.token, p.logits, p.rows, ms / 1e3, 1, {ms / 1e3}};
     return true;
 }
 
@@ -828,5 +867,5 @@ static uint64_t cuda_weight_bytes(const Model *m) {
     return gpu.weight_bytes;
 }
 
-const Backend cuda = {"cuda",     8192,           cuda_open,         cuda_submit,       cuda_collect,
-                      cuda_close, cuda_flat_read, cuda_experts_read, cuda_weight_bytes, cuda_describe};
+const Backend one_card = {"cuda",     8192,           cuda_open,         cuda_submit,       cuda_collect,
+                          cuda_close, cuda_flat_read, cuda_experts_read, cuda_weight_bytes, cuda_describe};

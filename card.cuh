@@ -62,6 +62,7 @@ struct DeviceLayer { /* a Layer on the card; the halves of each head of q, k and
 struct DeviceModel {
     std::vector<DeviceLayer> layer;
     Matrix embed, head;
+    int first_id; /* of the head's rows */
     float *norm;
 };
 
@@ -108,6 +109,24 @@ struct Step {
 /* Lays out a Step of `tokens` tokens from `base` on. The pages come last. */
 Step step_at(uint8_t *base, int tokens);
 
+/* The card's place among those that share a model (gpus/). Each has a part of the matrices, and what they add to the
+ * residual stream is summed over all; x, norms and choices are the same on each. */
+struct Link {
+    int cards, card;  /* how many; which one this is. Alone: 1, 0 */
+    bool peers, nccl; /* they reach each other's memory; NCCL makes the sums of many rows, or without peers all */
+    int sharing;      /* how many of them are this one GPU, as in tests; each has its part of the blocks */
+    int slot;         /* of two that sums, and draws, take in turn */
+    float *logits[MAX_GPUS];  /* each card's w.logits, in front of what follows: see on_card() */
+    unsigned long long *wide; /* sums: (2, cards - 1, wide_rows, dim / 2) pairs that the others send, of floats ... */
+    uint32_t *narrow;         /* ... or (2, cards - 1, max_tokens, dim / 2) of bf16 */
+    int wide_rows, rows;
+    int best_rows;                        /* as many as rows of logits */
+    unsigned long long *best;             /* (2, cards, best_rows) what the cards have drawn */
+    unsigned long long *met, *meetings;   /* (cards) meetings that each card has come to; (1) this one */
+    unsigned long long *middle, *experts; /* fast/: (2, MAX_DECODE, dim / 2) pairs; (2, MAX_DECODE, dim) counted sums */
+    float *sum;                           /* (tokens, dim) for NCCL */
+};
+
 struct Job { /* choices order[first .. first + n) belong to this expert */
     int expert, first, n;
 };
@@ -134,7 +153,8 @@ struct Work {
     int q_low_pitch, nope_pitch, latent_pitch;
     int *head_order, *head_jobs; /* like order, job and jobs, for products with a matrix a head */
     Job *head_job;
-    float *down; /* (tokens * top_k, dim) */
+    float *down;   /* (tokens * top_k, dim) */
+    float *shared; /* (tokens, dim) what the shared expert adds, or NULL: it is in x */
     int normed_pitch, attn_pitch, act_pitch;
     float *router;                    /* (tokens, n_experts) */
     int *expert;                      /* (tokens, top_k) */
@@ -143,19 +163,22 @@ struct Work {
     Job *job;                         /* (jobs[0]) */
     int *jobs, *routed;               /* how many; blocks of route() that have ended */
     unsigned long long *experts_read; /* see Backend::experts_read */
-    float *partial; /* (queries, n_kv_heads * head_parts(), splits, 8, head_dim + 2); with latents (tokens,
-                       latent_parts(), splits, LATENT_HEADS, kv_rank + 2) */
-    int *attended;  /* (queries, n_kv_heads * head_parts()) or (tokens, latent_parts()) splits that have ended */
-    float *logits;  /* (logit_rows, vocab) */
-    float *floor;   /* (logit_rows) the smallest scaled logit that top-k, top-p and min-p keep */
+    float *partial;    /* (queries, n_kv_heads * head_parts(), splits, 8, head_dim + 2); with latents (tokens,
+                          latent_parts(), splits, LATENT_HEADS, kv_rank + 2) */
+    int *attended;     /* (queries, n_kv_heads * head_parts()) or (tokens, latent_parts()) splits that have ended */
+    float *logits;     /* (logit_rows, vocab) */
+    int first_id, ids; /* the logits that a draw looks at */
+    float *floor;      /* (logit_rows) the smallest scaled logit that top-k, top-p and min-p keep */
     unsigned long long *best;   /* (logit_rows) */
     int *drawing;               /* (logit_rows) blocks that have drawn */
     Bias *bias;                 /* (slots, MOST_BIASES) */
     uint32_t *count;            /* (slots, vocab) 0 outside of adjust() */
     Allowed allowed;            /* Limits' */
     int slots, *drawn, *result; /* (slots); (3, slots) in the host's memory ... */
-    int *late;                  /* ... and there, too: a draw waited in vain for the tokens that it may draw */
+    int *late;                  /* ... and there, too: what a kernel waited for in vain (Late), or 0 */
+    Link link;
 };
+enum Late { LATE_MASK = 1, LATE_CARD }; /* the tokens that a draw may draw; another card */
 /* How many blocks of attention share a key/value head that `group` query heads use. */
 __host__ __device__ inline int head_parts(int group) { return (group + 7) / 8; }
 /* Latent attention: query heads of a block, and how many blocks share a token. */
@@ -200,6 +223,8 @@ struct Gpu {
     Pending pending[3]; /* [turn % 3] is next; the one before the oldest outstanding holds the last result */
     unsigned turn = 0;
     int outstanding = 0;
+    unsigned sums = 0;        /* over all cards, so far */
+    void *nccl = NULL;        /* its communicator, where the cards need it */
     fast::State *fast = NULL; /* the annex, or NULL */
     bool has_decode = false;  /* it computes this model's decode steps ... */
     bool decodes = false;     /* ... and this step, except embedding and draw */
@@ -264,6 +289,25 @@ void close(Gpu *gpu);
 /* Up to MAX_DECODE tokens, from the Step as it lies in the host's memory to the logits of its rows. */
 bool decode(Pass *a, uint8_t *staged, Error *e);
 } // namespace fast
+
+/* Several cards, gpus/. plan: lays out Link, behind w.logits. begin_sum: before a kernel that calls add_cards(), whose
+ * arguments it may change. share_logits: before a draw; all logits of n rows are on each card then, or what each has
+ * drawn from its own is compared. */
+namespace gpus {
+void plan(Gpu *gpu, Plan *p);
+bool begin_sum(const Pass *a, Work *w, int *top_k, const float **weights, Error *e);
+bool share_logits(Pass *a, int first, int n, Error *e);
+/* to (n) = the sum of all cards' `from`, by NCCL. */
+bool nccl_sum(const Gpu *gpu, const float *from, float *to, size_t n, Error *e);
+} // namespace gpus
+
+/* For gpus/: one card, and how it opens a model, or a part of it. prepare_card comes once all cards are open. */
+extern const Backend one_card;
+Gpu *open_card(const Model *m, const Limits *limits, const Link *link, int first_id, int *pages, Error *e);
+bool prepare_card(Gpu *gpu, Error *e);
+/* Pinned memory for the logits that a batch requests: whether it is there; submit takes it too. */
+bool logits_fit(const Gpu *gpu, const Batch *b);
+bool reserve_logits(Gpu *gpu, const Batch *b, Error *e);
 
 /* Describes a CUDA error in *e, with its exit code; always false. */
 bool cuda_failed(Error *e, cudaError_t error, const char *what);

@@ -37,6 +37,16 @@ void load_latent(Walk *, const Layer &, DeviceLayer *) {}
 void plan_latent(Gpu *, Plan *, size_t *, size_t *) {}
 #endif
 
+#ifdef ROOM_gpus
+#include "gpus/cards.cuh"
+#else
+namespace gpus {
+void plan(Gpu *, Plan *) {}
+bool nccl_sum(const Gpu *, const float *, float *, size_t, Error *) { return false; }
+} /* namespace gpus */
+const Backend cuda = one_card;
+#endif
+
 #else
 
 #ifdef ROOM_encodings
@@ -44,6 +54,25 @@ void plan_latent(Gpu *, Plan *, size_t *, size_t *) {}
 #else
 __device__ inline float coded_weight(const Matrix &, size_t, int) { return 0; }
 cudaError_t decode_matrix(const Gpu *, const Matrix &, bf16 *) { return cudaErrorNotSupported; }
+#endif
+
+#ifdef ROOM_gpus
+#include "gpus/sum.cuh"
+constexpr int DECODE_CARDS = 2; /* on so many cards the annex computes decode steps */
+#else
+constexpr int DECODE_CARDS = 1;
+struct Wide { /* not called */
+    __device__ static unsigned long long pack(float2);
+    __device__ static float2 unpack(unsigned long long);
+};
+template <class Word> __device__ void give(const Work &, Word *, Word);
+template <class Word> __device__ Word take(const Work &, Word *, Word);
+__device__ inline void add_cards(const Work &, Pairs &) {}
+__device__ inline unsigned long long best_of_cards(const Work &, int, unsigned long long mine) { return mine; }
+namespace gpus {
+bool begin_sum(const Pass *, Work *, int *, const float **, Error *) { return true; }
+bool share_logits(Pass *a, int, int, Error *) { return true; }
+} /* namespace gpus */
 #endif
 
 /* The annex. Without it Gpu::fast stays NULL, and only open() and launch_attention_latent() are called. */

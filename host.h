@@ -255,6 +255,8 @@ typedef struct {                                 /* matrices that are not plain 
 } Packing;
 extern const Packing *const packings[]; /* the first that binds counts; extensions.c */
 
+/* Can several GPUs share the model (gpus/)? NULL: the room is not there. */
+extern bool (*const divides)(const Model *m, int gpus);
 uint64_t linear_bytes(const Linear *w); /* of its weights as encoded and their grids; 0 if it is absent */
 /* Bytes that a decode step reads for `streams` texts of `depth` tokens each: the head and the layers' matrices, but
  * only `experts` experts of a layer, and the keys and values that each text attends to. */
@@ -383,6 +385,8 @@ typedef struct {
     size_t pages, kept, idle; /* all pages; those that hold a known text; those that no stream owns */
     size_t outstanding;       /* steps */
     size_t preempted, steps;  /* so far */
+    int gpus;
+    double busy[MAX_GPUS]; /* (gpus) seconds that each has computed */
 } SchedulerState;
 
 /* Takes all pages of the engine. */

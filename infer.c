@@ -834,6 +834,7 @@ static struct { /* of play */
 } given;
 static struct { /* of every command that loads a model */
     int gpu;
+    const char *gpus;
     bool plain;
 } load;
 
@@ -875,7 +876,9 @@ static const Option play_options[] = {
     {0}};
 
 const Option load_options[] = {
-    {0, "gpu", "N", WHOLE, &load.gpu, 0, MAX_GPUS - 1, "0", "which GPU"},
+    {0, "gpu", "N", WHOLE, &load.gpu, 0, MAX_GPUS - 1, "0", "which GPU, or the first of several"},
+    {0, "gpus", "N|LIST", TEXT, &load.gpus,
+     .help = "how many GPUs share the model, or which: 0,3 (as many as it needs)"},
     {0, "plain", NULL, SWITCH, &load.plain, .help = "use the plain kernels only, even where fast ones exist"},
     {0}};
 
@@ -1123,7 +1126,8 @@ bool session_open(Session *s, const char *model, int need, Error *e) {
 
 bool session_load(Session *s, Limits limits, int context, Error *e) {
     bool verbose = isatty(STDERR_FILENO) && !s->quiet;
-    limits.gpu = load.gpu, limits.plain = load.plain, limits.tap = s->tap, limits.tap_data = s->tap_data;
+    limits.gpu = load.gpu, limits.gpus = load.gpus, limits.plain = load.plain, limits.tap = s->tap,
+    limits.tap_data = s->tap_data;
     limits.where = s->where;
     limits.progress = verbose && terminal ? terminal->loading : NULL;
     if (!limits.max_tokens) limits.max_tokens = backend->prompt_step;

@@ -656,13 +656,14 @@ __global__ void __launch_bounds__(ROUTE_WARPS * 32) route(Work w, Router r, int 
         sort_choices(w, tokens * w.top_k, job_size, counts, counts + w.n_experts);
 }
 
-/* x += results, and the new row in x. The results in w.down are those of top_k experts, added by weight in the order of
- * choice. With weights NULL and top_k 1 there is one, of attention or a dense layer. With `post` their sum is normed
- * before it is added. */
-__device__ inline void add_results(const Work &w, Pairs &x, int top_k, const float *weights, const float *post) {
-    Pairs sum = {};
+/* The sum over all cards, a block a row (gpus/). */
+__device__ inline void add_cards(const Work &w, Pairs &sum);
+
+/* sum += the results in w.down: those of top_k experts, by weight in the order of choice. With weights NULL and top_k 1
+ * there is one, of attention or a dense layer. */
+__device__ inline void sum_results(const Work &w, Pairs &sum, int top_k, const float *weights) {
     const int t = blockIdx.x;
-    load_pairs(x, w.x + (size_t)t * w.dim, w.dim);
+    if (weights && w.shared) load_pairs(sum, w.shared + (size_t)t * w.dim, w.dim);
 #pragma unroll 4
     for (int choice = t * top_k; choice < (t + 1) * top_k; choice++) {
         const float weight = weights ? weights[choice] : 1;
@@ -671,6 +672,13 @@ __device__ inline void add_results(const Work &w, Pairs &x, int top_k, const flo
             sum[k] = {sum[k].x + weight * down[i].x, sum[k].y + weight * down[i].y};
         });
     }
+}
+/* x += the results' sum, and the new row in x. With `post` the sum is normed before it is added. */
+__device__ inline void add_results(const Work &w, Pairs &x, int top_k, const float *weights, const float *post) {
+    Pairs sum = {};
+    load_pairs(x, w.x + (size_t)blockIdx.x * w.dim, w.dim);
+    sum_results(w, sum, top_k, weights);
+    if (w.link.cards > 1) add_cards(w, sum);
     if (post) {
         const float factor = rms_factor(w, sum);
         const float2 *weight = (const float2 *)post;
@@ -678,7 +686,7 @@ __device__ inline void add_results(const Work &w, Pairs &x, int top_k, const flo
             sum[k] = {sum[k].x * factor * weight[i].x, sum[k].y * factor * weight[i].y};
         });
     }
-    float2 *to = (float2 *)(w.x + (size_t)t * w.dim);
+    float2 *to = (float2 *)(w.x + (size_t)blockIdx.x * w.dim);
     for_pairs(w.dim, [&](int i, int k) { to[i] = x[k] = {x[k].x + sum[k].x, x[k].y + sum[k].y}; });
 }
 /* x += results, as in add_results(). One block a token. */
@@ -1023,7 +1031,7 @@ __global__ void __launch_bounds__(1024) cap_logits(Work w) {
     wait_previous();
     const int id = blockIdx.x * blockDim.x + threadIdx.x;
     float *logit = w.logits + (size_t)blockIdx.y * w.vocab + id;
-    if (id < w.vocab) *logit = capped(*logit, w.logit_cap);
+    if (id < w.ids) *logit = capped(*logit, w.logit_cap);
 }
 
 /* Adds biases and penalties to the logits of rows that draw, in place: it visits only the tokens that have a bias, or
@@ -1056,7 +1064,7 @@ __global__ void __launch_bounds__(1024) adjust(Work w, Step s) {
     const uint64_t begun = nanoseconds();
     while (threadIdx.x == 0 && load_from_host(w.allowed.ready + slot) < how.allowed)
         if (nanoseconds() - begun > 1000000000) {
-            *w.late = 1;
+            *w.late = LATE_MASK;
             break;
         }
     __syncthreads();
@@ -1129,6 +1137,9 @@ __global__ void __launch_bounds__(1024) filter(Work w, Step s) {
     if (threadIdx.x == 0) w.floor[row] = floor;
 }
 
+/* The largest key that any card has drawn for a row (gpus/); one thread calls it. */
+__device__ inline unsigned long long best_of_cards(const Work &w, int row, unsigned long long mine);
+
 /* Draws a token for each row (blockIdx.y): the largest scaled logit plus noise, over all blocks. The block that
  * finishes last stores it. A NaN beats everything. */
 __global__ void __launch_bounds__(1024) draw(Work w, Step s, bool filtered) {
@@ -1143,13 +1154,13 @@ __global__ void __launch_bounds__(1024) draw(Work w, Step s, bool filtered) {
     unsigned long long mine = 0;
     constexpr int AHEAD = 8; /* loads in flight */
     int threads = gridDim.x * blockDim.x;
-    for (int first = blockIdx.x * blockDim.x + threadIdx.x; first < w.vocab; first += AHEAD * threads) {
+    for (int first = blockIdx.x * blockDim.x + threadIdx.x; first < w.ids; first += AHEAD * threads) {
         float logit[AHEAD];
         for (int i = 0; i < AHEAD; i++)
-            logit[i] = w.logits[(size_t)row * w.vocab + min(first + i * threads, w.vocab - 1)];
+            logit[i] = w.logits[(size_t)row * w.vocab + w.first_id + min(first + i * threads, w.ids - 1)];
         for (int i = 0; i < AHEAD; i++) {
-            int id = first + i * threads;
-            if (id >= w.vocab) break;
+            int id = w.first_id + first + i * threads;
+            if (id >= w.first_id + w.ids) break;
             float x = scaled(logit[i], how.temperature);
             unsigned long long key = ~0ull;
             if (!isnan(x))
@@ -1165,6 +1176,7 @@ __global__ void __launch_bounds__(1024) draw(Work w, Step s, bool filtered) {
     if (threadIdx.x == 0) atomicMax(&w.best[row], mine);
     if (!last_block(w.drawing + row, gridDim.x) || threadIdx.x) return;
     mine = atomicExch(&w.best[row], 0);
+    if (w.ids < w.vocab) mine = best_of_cards(w, row, mine);
     int token = mine == ~0ull ? DREW_NAN : draw_id(mine);
     w.drawn[s.slot[seq]] = token;                  /* for the next step */
     w.result[s.header[1] * w.slots + seq] = token; /* for the host: cuda_collect() in card.cu */
@@ -1353,12 +1365,17 @@ bool attend(const Pass *a, const DeviceLayer &l, Error *e) {
     return tap_attention(a, l, e);
 }
 
+/* x += results, summed over all cards: see add_results(). */
+bool combine_results(const Pass *a, int top_k, const float *weights, const float *post, Error *e) {
+    Work w = a->w;
+    if (!gpus::begin_sum(a, &w, &top_k, &weights, e)) return false;
+    CUDA(launch(a->gpu, combine, a->tokens, row_threads(w.dim), 0, w, top_k, weights, post));
+    return true;
+}
 /* x += W y; with `post` W y is normed before it is added. */
 bool add_to_x(const Pass *a, const Matrix &m, const void *y, int pitch, const float *post, Error *e) {
-    if (!post) return multiply_add(a, m, y, pitch, e);
-    if (!multiply_to(a, m, y, pitch, a->w.down, e)) return false;
-    CUDA(launch(a->gpu, combine, a->tokens, row_threads(a->w.dim), 0, a->w, 1, nullptr, post));
-    return true;
+    if (!post && a->w.link.cards == 1) return multiply_add(a, m, y, pitch, e);
+    return multiply_to(a, m, y, pitch, a->w.down, e) && combine_results(a, 1, NULL, post, e);
 }
 /* The activation of gate and up of w.normed, to w.act_out, as the matrix `down` wants it. */
 Product gated(const Pass *a, const Matrix &up, const Matrix &down) {
@@ -1389,10 +1406,14 @@ bool route_tokens(const Pass *a, const DeviceLayer &l, int job_size, Error *e) {
                 2 * a->w.n_experts * sizeof(int), a->w, router_of(a, l), a->tokens, job_size));
     return true;
 }
+/* x += the shared expert's down; with several cards combine() adds it. */
+bool add_shared(const Pass *a, const DeviceLayer &l, Error *e) {
+    if (a->w.shared) return multiply_to(a, l.shared_down, a->w.act_out, a->w.act_pitch, a->w.shared, e);
+    return multiply_add(a, l.shared_down, a->w.act_out, a->w.act_pitch, e);
+}
 /* x += the shared expert, if there is one. */
 bool shared_expert(const Pass *a, const DeviceLayer &l, Error *e) {
-    return !l.shared_up.rows || (multiply(a, gated(a, l.shared_up, l.shared_down), e) &&
-                                 multiply_add(a, l.shared_down, a->w.act_out, a->w.act_pitch, e));
+    return !l.shared_up.rows || (multiply(a, gated(a, l.shared_up, l.shared_down), e) && add_shared(a, l, e));
 }
 /* A mixture of experts: the router's logits, its choice, the products, and their weighted sum. */
 bool experts(const Pass *a, const DeviceLayer &l, Error *e) {
@@ -1400,9 +1421,8 @@ bool experts(const Pass *a, const DeviceLayer &l, Error *e) {
     const int job_size = job_size_of(a);
     if (!multiply_to(a, l.router, NULL, 0, w.router, e) || !route_tokens(a, l, job_size, e)) return false;
     if (type_for(l.router) != type_for(l.up) && !norm_for(a, l.ffn_norm, l.up, e)) return false;
-    if (!shared_expert(a, l, e) || !multiply_experts(a, l, job_size, e)) return false;
-    CUDA(launch(a->gpu, combine, a->tokens, row_threads(w.dim), 0, w, w.top_k, w.weight, l.ffn_post_norm));
-    return true;
+    return shared_expert(a, l, e) && multiply_experts(a, l, job_size, e) &&
+           combine_results(a, w.top_k, w.weight, l.ffn_post_norm, e);
 }
 bool feed_forward(const Pass *a, const DeviceLayer &l, Error *e) {
     return multiply(a, gated(a, l.up, l.down), e) && tap_experts(a, l, e) &&
@@ -1433,9 +1453,12 @@ bool head(Pass *a, int first, int n, Error *e) {
     const DeviceModel &device = a->gpu->device;
     Pass rows = *a; /* the requested ones, side by side */
     rows.tokens = n, rows.w.layer = a->w.n_layers;
+    rows.w.logits += device.first_id, rows.w.ids = device.head.rows;
     CUDA(launch(a->gpu, norm, n, row_threads(a->w.dim), 0, a->w, a->s.row + first, device.norm, type_for(device.head)));
-    if (!multiply_to(&rows, device.head, NULL, 0, a->w.logits, e)) return false;
-    if (a->w.logit_cap) CUDA(launch(a->gpu, cap_logits, dim3((a->w.vocab + 1023) / 1024, n), 1024, 0, a->w));
+    Product p = product_of(&rows, device.head, NULL, 0);
+    p.y = rows.w.logits, p.y_pitch = a->w.vocab;
+    if (!multiply(&rows, p, e)) return false;
+    if (a->w.logit_cap) CUDA(launch(a->gpu, cap_logits, dim3((rows.w.ids + 1023) / 1024, n), 1024, 0, rows.w));
     return true;
 }
 

@@ -15,6 +15,7 @@ extern "C" {
 #endif
 
 enum { PAGE = 64 }; /* tokens in one page of the key/value cache, all layers */
+enum { MAX_GPUS = 16 };
 
 /* ---- types: how the bytes of a matrix encode weights ---- */
 
@@ -266,7 +267,9 @@ typedef struct {         /* of the oldest step not yet collected; valid until th
     const int *token;    /* (seqs) */
     const float *logits; /* (rows, vocab) of the sequences that requested them, in the order of the batch */
     int rows;
-    double seconds; /* the GPU's time for the step; 0: unknown */
+    double seconds; /* the GPU's time for the step, of several the longest; 0: unknown */
+    int gpus;
+    double busy[MAX_GPUS]; /* (gpus) each GPU's time */
 } Result;
 
 /* Tests look inside a step through a tap: q, k, v (after rope), attn, attn_residual, experts, weights, act, residual of
@@ -276,7 +279,8 @@ typedef struct {         /* of the oldest step not yet collected; valid until th
 typedef void Tap(void *data, const char *stage, int layer, const float *values, int rows, int cols);
 
 typedef struct {
-    int gpu;          /* index of the GPU */
+    int gpu;          /* index of the GPU, or of the first of several */
+    const char *gpus; /* how many share the model, or their indices, like 0,3; NULL: as many as it needs */
     bool plain;       /* infer.cu's own kernels only, without fast/ */
     int context;      /* positions of one sequence */
     int max_seqs;     /* sequences of a batch, and slots */
@@ -289,17 +293,17 @@ typedef struct {
     char *where; /* (64) open writes here where the model is, "GPU 0 (14.1 GB of 139.8 GB)"; or NULL */
 } Limits;
 
-enum { MAX_GPUS = 16 };
-
 typedef struct { /* the GPUs that a backend could use */
     int gpus;
     struct {
         char name[128];
         int major, minor;     /* compute capability */
         bool usable;          /* this build has code for it */
+        int peers;            /* how many other GPUs' memory it reaches */
         uint64_t free, total; /* bytes of memory */
     } gpu[MAX_GPUS];
     int driver, runtime; /* CUDA versions, 1000 * major + 10 * minor: the driver's newest, this build's; or 0 */
+    int nccl;            /* NCCL's version, 10000 * major + 100 * minor + patch; 0: one GPU, or it is not installed */
     const char *built;   /* the architectures that this build has code for, or NULL */
     char problem[200];   /* why there is no GPU, or empty */
 } Devices;

@@ -317,6 +317,8 @@ static bool collect_step(Scheduler *s, Error *e) {
     Result r;
     if (!s->engine->backend->collect(s->engine->state, &r, e)) return false;
     s->now.outstanding--;
+    s->now.gpus = r.gpus;
+    for (int i = 0; i < r.gpus; i++) s->now.busy[i] += r.busy[i];
     double *cost = s->cost + step->n, found = r.seconds / step->n;
     if (!r.rows && step->first[step->n] == step->n)           /* it only continued texts */
         *cost = *cost > 0 ? MIN(found, 1.02 * *cost) : found; /* one slow step says little */

@@ -24,10 +24,17 @@ static int run_doctor(const char *model) {
     for (int i = 0; i < v.gpus; i++) {
         LocalText cure = text_print("this build has no code for it, make clean && make CUDA_ARCH=sm_%d%d%s",
                                     v.gpu[i].major, v.gpu[i].minor, v.gpu[i].major == 9 ? "a" : "");
+        LocalText links = text_print(", reaches the memory of %d others", v.gpu[i].peers);
         finding(&status, "GPU", NO_GPU, v.gpu[i].usable ? NULL : cure,
-                text_print("%d: %s, compute capability %d.%d, %s of %s free", i, v.gpu[i].name, v.gpu[i].major,
-                           v.gpu[i].minor, SIZE(v.gpu[i].free), SIZE(v.gpu[i].total)));
+                text_print("%d: %s, compute capability %d.%d, %s of %s free%s", i, v.gpu[i].name, v.gpu[i].major,
+                           v.gpu[i].minor, SIZE(v.gpu[i].free), SIZE(v.gpu[i].total), v.gpus == 1 ? "" : links));
     }
+    if (v.gpus > 1)
+        finding(&status, "NCCL", 0, NULL,
+                v.nccl
+                    ? text_print("%d.%d.%d", v.nccl / 10000, v.nccl / 100 % 100, v.nccl % 100)
+                    : text_print(
+                          "none: GPUs without peer access need it, and three or more are faster with it (libnccl2)"));
     if (v.driver)
         finding(&status, "CUDA", 0, NULL,
                 text_print("driver for %d.%d, built with toolkit %d.%d for %s", v.driver / 1000, v.driver % 1000 / 10,

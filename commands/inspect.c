@@ -61,18 +61,27 @@ static void add_memory(cJSON *out, const Model *m, int context) {
     const int row = m->kv_rank ? m->kv_rank + m->rope_dim : 2 * m->n_kv_heads * m->head_dim;
     double token = 2.0 * m->n_layers * row + 4, weights = (double)backend->weight_bytes(m), fixed = weights + 2e9;
     Devices d = {0};
+    Bytes gpus = {0};
+    for (int n = 1; n <= MAX_GPUS; n++)
+        if (n == 1 || (divides && divides(m, n))) bytes_print(&gpus, "%s%d", gpus.n ? ", " : "", n);
     backend->describe(&d);
     json_add(out, "cache_bytes_per_token", json_number(token), "gpu_weight_bytes", json_number(weights), "cache_bytes",
              json_number(token * context), "work_bytes", json_number(2e9), "gpu_bytes",
-             json_number(fixed + token * context), "gpu", json_word(d.gpus ? d.gpu[0].name : d.problem), NULL);
+             json_number(fixed + token * context), "gpus", json_word(gpus.data), "gpu",
+             json_word(d.gpus ? d.gpu[0].name : d.problem), NULL);
+    bytes_free(&gpus);
     if (!d.gpus) {
         json_add(out, "fits", json_word(NULL), NULL);
         return;
     }
     double room = (double)d.gpu[0].free, fits = fmin(fmax(floor((room - fixed) / token / PAGE) * PAGE, 0), m->context);
     if (!d.gpu[0].usable) fits = 0;
-    LocalText cure = fits > 0 ? text_print("--ctx %.0f fits here", fits)
-                              : text_print("a GPU with %s free", SIZE((uint64_t)(fixed + token * PAGE)));
+    int share = 0; /* how many GPUs like this one the whole context needs */
+    for (int n = 2; n <= MAX_GPUS && !share && divides; n++)
+        if (divides(m, n) && weights / n + 2e9 + token * context <= room) share = n;
+    LocalText cure = share      ? text_print("--gpus %d", share)
+                     : fits > 0 ? text_print("--ctx %.0f fits here", fits)
+                                : text_print("a GPU with %s free", SIZE((uint64_t)(fixed + token * PAGE)));
     json_add(out, "gpu_bytes_total", json_number((double)d.gpu[0].total), "gpu_bytes_free", json_number(room),
              "context_that_fits", json_number(fits), "fits", cJSON_CreateBool(fits >= context), "suggestion",
              fits < context ? json_word(cure) : NULL, NULL);

@@ -168,8 +168,8 @@ enum { PHASE_QKV, PHASE_ATTENTION, PHASE_OUTPUT, PHASE_UP, PHASE_DOWN, PHASES };
 
 /* A block at work on phases first to last - 1 of a step; phase n_layers * PHASES is the head. All warps call each
  * phase's function: the consumers with producing = false, the producer with true, to do only its part. A phase reads
- * what others wrote after wait_phase(), or polls it. max_tokens: see decode_step(). */
-template <bool producing, int max_tokens> struct DecodeBlock {
+ * what others wrote after wait_phase(), or polls it. max_tokens, cards: see decode_step(). */
+template <bool producing, int max_tokens, int cards> struct DecodeBlock {
     static constexpr bool single = max_tokens == 1;
     static constexpr int SPARE = CONSUMERS - 1; /* the consumer that has least other work */
     DecodeWork w;
@@ -696,8 +696,10 @@ template <bool producing, int max_tokens> struct DecodeBlock {
                 int i = tile * BF16_ROWS + 2 * p, r = row_of_block<BF16>(i);
                 if (r >= w.dim) return;
                 const LayerBuffers now = buffers(w.layer), before = buffers(w.layer - 1);
+                float mine[2] = {bias[i] + a, bias[i + 1] + b};
+                if constexpr (cards > 1) add_other_card(mine, t, r);
                 for (int j = 0; j < 2; j++) {
-                    float x = own[t * rows + i + j] += bias[i + j] + (j ? b : a);
+                    float x = own[t * rows + i + j] += mine[j];
                     write(now.middle + (size_t)t * w.dim + r + j, x);
                     if (!single) store_normed(next, t, r + j, x * norm[i + j]);
                 }
@@ -705,6 +707,13 @@ template <bool producing, int max_tokens> struct DecodeBlock {
                     if (single) *(uint2 *)(values + r) = make_uint2(UNPUBLISHED, UNPUBLISHED);
             });
         if (!producing) add_to_router(l);
+    }
+    /* Two cards add their parts of rows r and r + 1 of a token's x. Both compute all of x, in the same blocks. */
+    __device__ void add_other_card(float (&x)[2], int t, int r) const {
+        unsigned long long *box = w.link.middle + ((w.layer % 2 * MAX_DECODE + t) * w.dim + r) / 2;
+        give(w, box, Wide::pack({x[0], x[1]}));
+        const float2 other = Wide::unpack(take(w, box, ~0ull));
+        x[0] += other.x, x[1] += other.y;
     }
     /* Except for the norm's factor the router's logits are linear in x. So each block adds the contribution of its rows
      * of x to them, and publishes the sum of their squares. */
@@ -995,11 +1004,14 @@ template <bool producing, int max_tokens> struct DecodeBlock {
         };
         multiply_experts(m, false, rows_of, [&](int r, int choice, const float *bias, float gate, float up) {
             if (r / 2 >= w.ffn_dim) return;
+            bf16 *act = (bf16 *)buffers(w.layer).act + (size_t)choice * w.act_pitch;
             float factor = factors[single ? 0 : choice / w.top_k];
             write<true>(
-                (bf16 *)buffers(w.layer).act + (size_t)choice * w.act_pitch + Codec<MXFP4>::place(r / 2),
+                act + Codec<MXFP4>::place(r / 2),
                 (bf16)(activation(SWIGLU_CLAMPED, w.act_limit, gate * factor + bias[0], up * factor + bias[1], false) *
                        Codec<MXFP4>::LIFT));
+            for (int i = w.ffn_dim; i < w.act_pitch && r / 2 == w.ffn_dim - 1; i++) /* padding, which down polls too */
+                write<true>(act + Codec<MXFP4>::place(i), (bf16)0);
         });
         if (producing || block) return;
         sync_consumers();
@@ -1022,6 +1034,8 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             add_expert(single ? 0 : choice / w.top_k, r, weights[choice] * (a + bias[0]),
                        weights[choice] * (b + bias[1]), next);
         });
+        if constexpr (cards > 1 && !single)
+            if (!producing) end_sums(next);
         if (!producing) gate(FREE).arrive();
     }
     /* Adds one expert's values to rows r and r + 1 of a token's x. Experts' blocks come in any order, so their values
@@ -1029,27 +1043,58 @@ template <bool producing, int max_tokens> struct DecodeBlock {
      * x to `next`. A NaN, or a value that is too large, adds a number that no valid sum can reach: it gives NAN. */
     __device__ void add_expert(int t, int r, float a, float b, const Next &next) {
         const LayerBuffers now = buffers(w.layer);
+        const bool ends = cards == 1 || single; /* else end_sums() does */
         size_t at = (size_t)t * w.dim + r;
         float value[2] = {a, b}, old[2], times[2];
         unsigned long long *sum = w.expert_sum + (size_t)t * w.dim + r, total[2];
         const long long bad = (1ll << (COUNT_BIT - 2)) / w.top_k;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            old[i] = poll(now.middle + at + i); /* is complete: this block has seen all of it */
-            if (!single) times[i] = next.norm[r + i];
+            if (ends) old[i] = poll(now.middle + at + i); /* is complete: this block has seen all of it */
+            if (ends && !single) times[i] = next.norm[r + i];
             float quanta = value[i] * (1 / EXPERT_QUANTUM);
             unsigned long long mine =
                 (1ull << COUNT_BIT) + (fabsf(quanta) < bad / (2 * w.top_k) ? __float2ll_rn(quanta) : bad);
             total[i] = atomicAdd(sum + i, mine) + mine;
+            if (cards > 1 && count_of(total[i]) == w.top_k) give(w, sums_box(t, r + i), total[i]);
         }
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < 2 && ends; i++) {
             if (count_of(total[i]) < w.top_k) continue;
-            long long all = value_of(total[i]);
-            value[i] = llabs(all) < bad / 2 ? (float)all * EXPERT_QUANTUM : NAN;
+            value[i] = value_of_sum(total[i], t, r + i);
             sum[i] = 0;
             write(now.x + at + i, old[i] + value[i]);
             if (!single) store_normed(next, t, r + i, (old[i] + value[i]) * times[i]);
+        }
+    }
+
+    __device__ unsigned long long *sums_box(int t, int r) const {
+        return w.link.experts + (w.layer % 2 * MAX_DECODE + t) * w.dim + r;
+    }
+    /* A row's whole sum, with the other card's. */
+    __device__ float value_of_sum(unsigned long long total, int t, int r) const {
+        const long long bad = (1ll << (COUNT_BIT - 2)) / w.top_k;
+        long long all = value_of(total);
+        bool good = llabs(all) < bad / 2;
+        if constexpr (cards > 1) {
+            const long long other = value_of(take(w, sums_box(t, r), 0ull));
+            good &= llabs(other) < bad / 2, all += other;
+        }
+        return good ? (float)all * EXPERT_QUANTUM : NAN;
+    }
+    /* With several tokens on two cards a block that waits for the other card's sum might have to add to another sum
+     * first, for which that card waits. So the blocks take a share of all sums each, once they have added to all. */
+    __device__ void end_sums(const Next &next) const {
+#pragma unroll 1
+        for (int i = block * CONSUMERS + ring.thread; i < tokens * w.dim; i += blocks * CONSUMERS) {
+            const int t = i / w.dim, r = i % w.dim;
+            unsigned long long total;
+            do total = poll(w.expert_sum + i);
+            while (count_of(total) < w.top_k && pause());
+            w.expert_sum[i] = 0;
+            const float x = poll(w.x + i) + value_of_sum(total, t, r);
+            w.x[i] = x;
+            store_normed(next, t, r, x * next.norm[r]);
         }
     }
 
@@ -1058,7 +1103,7 @@ template <bool producing, int max_tokens> struct DecodeBlock {
     /* Logits of the rows that are wanted, (rows, vocab). */
     __device__ void logits(const Matrix &head, const float *norm, int rows) {
         launder();
-        const ShapedMatrix m = with_shape(head, BF16, w.vocab, w.dim);
+        const ShapedMatrix m = with_shape(head, BF16, w.vocab / cards, w.dim);
         int tiles = tiles_of_block(tiles_of<BF16>(m.rows));
         product<BF16, true>(
             m, tiles, normed_rows<BF16>(m, w.normed_for[FOR_HEAD], norm, rows, s.row),
@@ -1066,22 +1111,23 @@ template <bool producing, int max_tokens> struct DecodeBlock {
             [&](int tile, int p, int row, float a, float b) {
                 int id = tile_of_block(tile) * BF16_ROWS + 2 * p;
                 float *logit = w.logits + (size_t)row * w.vocab + id, scale = at<float>(k.scale)[row];
-                if (id < w.vocab) logit[0] = a * scale;
-                if (id + 1 < w.vocab) logit[1] = b * scale;
+                if (cards > 1) logit += w.first_id;
+                if (id < m.rows) logit[0] = a * scale;
+                if (id + 1 < m.rows) logit[1] = b * scale;
             });
     }
 };
 
-/* The kernel, with an instance each for at most 1, 4, 8 and MAX_DECODE tokens. They know gpt-oss's types and shapes
- * only. Arithmetic with unknown shapes would take much of a phase's time, add instructions to fetch, and need
- * registers, which are few. */
-template <int max_tokens>
+/* The kernel, with an instance each for at most 1, 4, 8 and MAX_DECODE tokens, on one card and on two. They know
+ * gpt-oss's types and shapes only. Arithmetic with unknown shapes would take much of a phase's time, add instructions
+ * to fetch, and need registers, which are few. */
+template <int max_tokens, int cards>
 __global__ void __launch_bounds__(THREADS, 1)
     decode_step(DecodeWork any, Step s, const DecodeLayer *layers, Matrix head, const float *norm, Layout k, int tokens,
                 int rows, int first, int last) {
 #if HOPPER
     extern __shared__ __align__(128) uint8_t memory[];
-    const DecodeWork w = with_gpt_oss_shapes(any);
+    const DecodeWork w = with_gpt_oss_shapes<cards>(any);
     auto run = [&](auto f) {
         f.load_positions();
         while (f.phase < last) {
@@ -1106,11 +1152,11 @@ __global__ void __launch_bounds__(THREADS, 1)
         }
     };
     if (max_tokens == 1) tokens = rows = 1;
-    DecodeBlock<false, max_tokens> consumer(w, s, k, memory, tokens, first, last);
+    DecodeBlock<false, max_tokens, cards> consumer(w, s, k, memory, tokens, first, last);
     consumer.init();
     if (threadIdx.x < CONSUMERS)
         run(consumer);
     else
-        run(DecodeBlock<true, max_tokens>(w, s, k, memory, tokens, first, last));
+        run(DecodeBlock<true, max_tokens, cards>(w, s, k, memory, tokens, first, last));
 #endif
 }

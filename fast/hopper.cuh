@@ -14,7 +14,9 @@ void open_hopper(Gpu *gpu) {
     int hopper = 0;
     if (cudaMemcpyFromSymbol(&hopper, has_hopper, sizeof hopper) || !hopper) return;
     gpu->fast->wgmma = true;
-    gpu->has_decode = has_gpt_oss_shapes(gpu->model) && gpu->sms >= MIN_SMS && gpu->sms <= MAX_COUNT;
+    const Link &k = gpu->work.link;
+    gpu->has_decode = (k.cards == 1 || (k.cards <= DECODE_CARDS && k.peers)) &&
+                      has_gpt_oss_shapes(gpu->model, k.cards) && gpu->sms >= MIN_SMS / k.cards && gpu->sms <= MAX_COUNT;
     if (gpu->has_decode) gpu->fast->decode = new Decode;
 }
 void close_hopper(Gpu *gpu) { delete gpu->fast->decode; }
@@ -45,10 +47,28 @@ __global__ void fill_columns(float *to, Matrix router, const float *norm) {
             (float)((const bf16 *)router.data)[(size_t)e * router.stride + blockIdx.x] * norm[blockIdx.x];
 }
 
+template <int cards> cudaError_t launch_decode_step_of(const Pass *a, int first, int last) {
+    const Decode *f = a->gpu->fast->decode;
+    const DeviceModel &device = a->gpu->device;
+    const Layout &k = f->layout[a->tokens];
+    auto kernel = a->tokens == 1   ? decode_step<1, cards>
+                  : a->tokens <= 4 ? decode_step<4, cards>
+                  : a->tokens <= 8 ? decode_step<8, cards>
+                                   : decode_step<MAX_DECODE, cards>;
+    return launch(a->gpu, kernel, a->gpu->sms, THREADS, k.bytes, f->work, f->step, f->layers, device.head, device.norm,
+                  k, a->tokens, a->rows, first, last);
+}
+
+cudaError_t launch_decode_step(const Pass *a, int first, int last) {
+    if constexpr (DECODE_CARDS > 1)
+        if (a->w.link.cards > 1) return launch_decode_step_of<DECODE_CARDS>(a, first, last);
+    return launch_decode_step_of<1>(a, first, last);
+}
+
 bool prepare_decode(Gpu *gpu, Error *e) {
     Decode *f = gpu->fast->decode;
     DecodeWork &w = f->work;
-    (Work &)w = gpu->work;
+    (Work &)w = gpu->work, w.first_id = gpu->device.first_id;
     std::vector<DecodeLayer> layers;
     for (const DeviceLayer &l : gpu->device.layer) {
         layers.push_back({l, f->columns + layers.size() * w.dim * w.n_experts});
@@ -60,23 +80,17 @@ bool prepare_decode(Gpu *gpu, Error *e) {
     CUDA(cudaMemsetAsync(w.split_states, 0xFF, split_states_size(w) * sizeof(float), gpu->stream));
     CUDA(cudaMemcpyAsync(f->layers, layers.data(), layers.size() * sizeof(DecodeLayer), cudaMemcpyHostToDevice,
                          gpu->stream));
+    /* CUDA loads a kernel when it is first launched, and may wait then for all that runs: a card must not do so while
+     * another waits for it. So each instance is launched once, for no phase. */
+    for (int n : {1, 4, 8, MAX_DECODE}) {
+        const Pass a = {gpu, gpu->work, {}, NULL, n};
+        CUDA(launch_decode_step(&a, 0, 0));
+    }
     CUDA(cudaStreamSynchronize(gpu->stream));
     return true;
 }
 
 /* ---- decode ---- */
-
-cudaError_t launch_decode_step(const Pass *a, int first, int last) {
-    const Decode *f = a->gpu->fast->decode;
-    const DeviceModel &device = a->gpu->device;
-    const Layout &k = f->layout[a->tokens];
-    auto kernel = a->tokens == 1   ? decode_step<1>
-                  : a->tokens <= 4 ? decode_step<4>
-                  : a->tokens <= 8 ? decode_step<8>
-                                   : decode_step<MAX_DECODE>;
-    return launch(a->gpu, kernel, a->gpu->sms, THREADS, k.bytes, f->work, f->step, f->layers, device.head, device.norm,
-                  k, a->tokens, a->rows, first, last);
-}
 
 /* Hands out a phase's results to the tap, in the columns' usual order. */
 bool tap_phase(const Pass *a, int layer, int kind, Error *e) {
@@ -154,7 +168,9 @@ template <int D> cudaError_t launch_attention_wgmma(const Pass *a, const DeviceL
 /* The max number of choices of a job, in a step of prompts or of many streams; 0 where tiles.cuh computes them: with
  * few tokens each, activations other than bf16, or padded columns. */
 int wgmma_job_size(const Pass *a, const DeviceLayer &l) {
-    auto can = [](const Matrix &m) { return type_for(m) == BF16 && m.cols % CHUNK == 0; };
+    auto can = [](const Matrix &m) {
+        return type_for(m) == BF16 && m.cols % (m.type == MXFP4 ? CHUNK / 2 : CHUNK) == 0;
+    };
     const int choices = a->tokens * a->w.top_k;
     const bool many = choices >= 32 * a->w.n_experts && choices / CHOICES + a->w.n_experts <= MAX_JOBS;
     return a->gpu->fast->wgmma && many && can(l.up) && can(l.down) ? CHOICES : 0;

@@ -13,8 +13,9 @@ constexpr int MAX_COPIES = 2, MAX_PAGE_COPIES = 3;
 constexpr int MAX_PART = 48;     /* chunks of a part, about 24 KB */
 constexpr int MAX_FRAGMENTS = 9; /* chunks whose activations a warp keeps in registers: the output matrix has as many */
 constexpr int MIN_SUMS = 11 * 16 * CONSUMER_WARPS; /* floats of a round's sums: 11 tiles, phase up of a single token */
-constexpr int MIN_SMS = 78, FAST_EXPERTS = 256;    /* so that each block's lists of tiles fit in shared memory */
-constexpr int MAX_CHOICES = 8; /* of an expert, multiplied at once; for more its weights are read again */
+constexpr int MIN_SMS = 78,
+              FAST_EXPERTS = 256; /* so that each block's lists of tiles fit in shared memory; of all cards */
+constexpr int MAX_CHOICES = 8;    /* of an expert, multiplied at once; for more its weights are read again */
 
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { bar_sync(CONSUMERS); }
@@ -42,8 +43,8 @@ __host__ __device__ inline ShapedMatrix with_shape(const Matrix &from, Type type
     return m;
 }
 
-/* Whether a model has gpt-oss's types and shapes (20b and 120b). */
-inline bool has_gpt_oss_shapes(const Model &m) {
+/* Whether a model, or a card's part of it, has gpt-oss's types and shapes (20b and 120b). */
+inline bool has_gpt_oss_shapes(const Model &m, int cards) {
     for (int i = 0; i < m.n_layers; i++) {
         const Layer &at = m.layer[i];
         if (!at.router.rows || !at.sinks || at.q_norm) return false;
@@ -52,15 +53,15 @@ inline bool has_gpt_oss_shapes(const Model &m) {
         for (const Linear *w : {&at.gate, &at.up, &at.down})
             if (w->type != MXFP4) return false;
     }
-    return m.head.type == BF16 && m.embed.type == BF16 && m.dim == 2880 && m.ffn_dim == 2880 && m.vocab == 201088 &&
-           m.n_heads == 64 && m.n_kv_heads == 8 && m.head_dim == 64 && m.top_k == 4 && m.n_experts <= FAST_EXPERTS;
+    return m.head.type == BF16 && m.embed.type == BF16 && m.dim == 2880 && m.ffn_dim == 2880 / cards &&
+           m.vocab == 201088 && m.head.rows == m.vocab / cards && m.n_heads == 64 / cards &&
+           m.n_kv_heads == 8 / cards && m.head_dim == 64 && m.top_k == 4 && m.n_experts <= FAST_EXPERTS;
 }
 /* A DecodeWork with these shapes as constants. */
-__device__ inline DecodeWork with_gpt_oss_shapes(DecodeWork w) {
-    static_assert(2880 % CHUNK == 0, "act_pitch has no padding: a block that polls would wait for it");
-    w.dim = w.ffn_dim = w.act_pitch = 2880, w.vocab = 201088;
-    w.n_heads = 64, w.n_kv_heads = 8, w.head_dim = w.rope_dim = 64, w.kv_rank = 0, w.attn_pitch = 4096,
-    w.attn_scale = 0.125f, w.top_k = 4;
+template <int cards> __device__ inline DecodeWork with_gpt_oss_shapes(DecodeWork w) {
+    w.dim = 2880, w.ffn_dim = 2880 / cards, w.act_pitch = (w.ffn_dim + CHUNK - 1) / CHUNK * CHUNK, w.vocab = 201088;
+    w.n_heads = 64 / cards, w.n_kv_heads = 8 / cards, w.head_dim = w.rope_dim = 64, w.kv_rank = 0,
+    w.attn_pitch = 4096 / cards, w.attn_scale = 0.125f, w.top_k = 4;
     return w;
 }
 

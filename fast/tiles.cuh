@@ -927,19 +927,18 @@ FusedProduct fused(const FusedPass *a, const Product &product) {
 }
 /* x += results (see add_results), and the norm that comes next. */
 bool combine_results(FusedPass *a, int top_k, const float *weights, const float *post, NextNorm next, Error *e) {
-    const int threads = row_threads(a->w.dim);
     a->normed = next.weight, a->squares = 0;
-    if (next.weight)
-        CUDA(launch(a->gpu, combine_and_norm, a->tokens, threads, 0, a->w, top_k, weights, post, next.weight,
-                    type_for(next.matrix)));
-    else
-        CUDA(launch(a->gpu, combine, a->tokens, threads, 0, a->w, top_k, weights, post));
+    if (!next.weight) return ::combine_results(a, top_k, weights, post, e);
+    Work w = a->w;
+    if (!gpus::begin_sum(a, &w, &top_k, &weights, e)) return false;
+    CUDA(launch(a->gpu, combine_and_norm, a->tokens, row_threads(w.dim), 0, w, top_k, weights, post, next.weight,
+                type_for(next.matrix)));
     return true;
 }
 /* x += W y; with `post` W y is normed before it is added. If products stream, this one prepares the next norm. */
 bool add_to_x(FusedPass *a, const Matrix &m, const void *y, int pitch, const float *post, NextNorm next, Error *e) {
     FusedProduct p = {product_of(a, m, y, pitch)};
-    if (post) {
+    if (post || a->w.link.cards > 1) {
         p.y = a->w.down, p.y_pitch = m.rows;
         return multiply(a, p, e) && combine_results(a, 1, NULL, post, next, e);
     }
@@ -1012,8 +1011,7 @@ bool experts(FusedPass *a, const DeviceLayer &l, NextNorm next, Error *e) {
     /* Experts' products apply norm_factor() only up to MAX_DECODE tokens. */
     if (type_for(l.router) != type_for(l.up) || (a->squares && a->tokens > MAX_DECODE)) a->normed = false;
     if (!norm_for(a, l.ffn_norm, l.up, e)) return false;
-    if (l.shared_up.rows && !(multiply(a, fused(a, gated(a, l.shared_up, l.shared_down)), e) &&
-                              multiply_add(a, l.shared_down, w.act_out, w.act_pitch, e)))
+    if (l.shared_up.rows && !(multiply(a, fused(a, gated(a, l.shared_up, l.shared_down)), e) && add_shared(a, l, e)))
         return false;
     if (!(wgmma ? experts_wgmma(a, l, e) : multiply_experts(a, l, job_size, e))) return false;
     return combine_results(a, w.top_k, w.weight, l.ffn_post_norm, next, e);

@@ -163,7 +163,10 @@ static inline uint64_t trace_experts(const Trace *t, size_t rows) {
     return n;
 }
 
-static bool plain; /* Limits.plain of every engine that a test opens */
+static bool plain;    /* Limits.plain of every engine that a test opens */
+static int cards = 1; /* and Limits.gpus */
+static bool one_gpu;  /* which the cards are, where there are no more */
+#define CARDS .gpus = (const char *[]){"0", one_gpu ? "0,0" : "0,1", "0,1,2", "0,1,2,3"}[cards - 1]
 
 /* Runs tokens at .. end - 1 of a text behind those before them, which the cache holds. Nothing else may use the engine:
  * the text has the pages 0, 1, ... */
@@ -192,7 +195,7 @@ static inline void trace_run(Trace *t, const Backend *backend, const Model *m, c
     Error e;
     Engine g;
     if (!chunk) chunk = n;
-    Limits limits = {.max_seqs = 1, .max_tokens = (int)chunk, .plain = plain, .tap = trace_tap, .tap_data = t};
+    Limits limits = {.max_seqs = 1, .max_tokens = (int)chunk, .plain = plain, .tap = trace_tap, .tap_data = t, CARDS};
     must(engine_open(&g, backend, m, limits, 0, &e), &e);
     for (size_t at = 0; at < n; at += chunk) {
         size_t now = n - at < chunk ? n - at : chunk;

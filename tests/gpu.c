@@ -148,7 +148,7 @@ static void make_up(Checkpoint *c, const char *config, int layers, int vocab, co
 static void open_made_up(Engine *g, Checkpoint *c, const char *config, int layers, int vocab, const char *encoding,
                          int max_tokens) {
     Error e;
-    Limits limits = {.max_seqs = 1, .max_tokens = max_tokens, .plain = plain};
+    Limits limits = {.max_seqs = 1, .max_tokens = max_tokens, .plain = plain, CARDS};
     make_up(c, config, layers, vocab, encoding);
     must(engine_open(g, &cuda, &c->model, limits, 0, &e), &e);
 }
@@ -319,8 +319,21 @@ static void phases_of_gpt_oss_agree(void) {
     phases_agree(GPT_OSS_120B(SLIDING "," FULL), 2); /* a lane compares four of 128 experts */
 }
 
-/* A prompt long enough for fast/'s prefill: its stages are nearly those of plain. The two may choose different experts
- * where a router is close to a tie, but not for a fifth of the tokens. */
+/* Two ways to compute n tokens give nearly the same at each stage. They may choose different experts where a router is
+ * close to a tie, but not for a fifth of the tokens. */
+static void traces_agree(Trace *one, Trace *other, size_t n, int layers, const char *encoding) {
+    for (int i = 0; i < one->stages; i++) {
+        const Stage *a = one->stage + i, *b = trace_stage(other, a->name);
+        bool alike = stage_size(a) == stage_size(b);
+        check(alike, "%s: %zu and %zu numbers", a->name, stage_size(a), stage_size(b));
+        if (!alike) continue;
+        double found = differ(stage_values(a), stage_values(b), n, stage_size(a) / n, 0.8);
+        check(found <= tolerance_of(layers, encoding), "%s, %s: %g of the tokens differ by up to %g, more than %g",
+              encoding ? encoding : "as usual", a->name, 0.8, found, tolerance_of(layers, encoding));
+    }
+}
+
+/* A prompt long enough for fast/'s prefill: its stages are nearly those of plain. */
 static void stages_agree(const char *config, int vocab, const char *encoding) {
     enum { N = 600, LAYERS = 2 };
     int ids[N];
@@ -333,15 +346,7 @@ static void stages_agree(const char *config, int vocab, const char *encoding) {
     plain = true;
     trace_run(&other, &cuda, &c.model, ids, N, 0);
     plain = false;
-    for (int i = 0; i < fast.stages; i++) {
-        const Stage *a = fast.stage + i, *b = trace_stage(&other, a->name);
-        bool alike = stage_size(a) == stage_size(b);
-        check(alike, "%s: %zu and %zu numbers", a->name, stage_size(a), stage_size(b));
-        if (!alike) continue;
-        double found = differ(stage_values(a), stage_values(b), N, stage_size(a) / N, 0.8);
-        check(found <= tolerance_of(LAYERS, encoding), "%s, %s: %g of the tokens differ by up to %g, more than %g",
-              encoding ? encoding : "as usual", a->name, 0.8, found, tolerance_of(LAYERS, encoding));
-    }
+    traces_agree(&fast, &other, N, LAYERS, encoding);
     trace_free(&fast), trace_free(&other);
     checkpoint_close(&c);
 }
@@ -362,7 +367,7 @@ static void streams_agree(const char *config) {
     fill_random(ids, N * PROMPT, VOCAB, &random);
     for (int i = 0; i < N; i++) slot[i] = page[i] = i, how[i] = greedy;
     for (int k = 0; k < 2; k++) {
-        Limits limits = {.context = PAGE, .max_seqs = N, .max_tokens = N * PROMPT, .plain = k};
+        Limits limits = {.context = PAGE, .max_seqs = N, .max_tokens = N * PROMPT, .plain = k, CARDS};
         int pages = N;
         void *state = cuda.open(&c.model, &limits, &pages, &e);
         must(state, &e);
@@ -428,7 +433,7 @@ static void stages_of_20b_pass(void) {
 static void nans_of_20b_end(void) {
     const int ids[300] = {1, 20000, 300, 300, 4, 200000, 7, 8};
     const size_t counts[] = {1, 3, 8, 16, 40, 300};
-    Limits limits = {.max_seqs = 1, .max_tokens = 300, .plain = plain};
+    Limits limits = {.max_seqs = 1, .max_tokens = 300, .plain = plain, CARDS};
     Checkpoint c;
     Engine g;
     Error e;
@@ -455,7 +460,7 @@ static void contexts_of_20b_agree(void) {
     uint64_t random = 3;
     Sampling how[N];
     Want want[N];
-    Limits limits = {.context = MOST, .max_seqs = N, .max_tokens = MOST, .plain = plain};
+    Limits limits = {.context = MOST, .max_seqs = N, .max_tokens = MOST, .plain = plain, CARDS};
     Checkpoint c;
     Result r;
     Error e;
@@ -870,6 +875,10 @@ static void each_cudamalloc_may_fail(void) {
 #if defined ROOM_encodings && defined ROOM_families
 #include "gpu_encodings.c"
 #endif
+#if defined ROOM_gpus && defined ROOM_encodings && defined ROOM_families
+#define CARDS_TESTED
+#include "gpu_cards.c"
+#endif
 
 /* What would take a processor minutes or hours. */
 static void run_long(void) {
@@ -905,15 +914,19 @@ static void run_long(void) {
 #ifdef ROOM_families
     families_long();
 #endif
+#ifdef CARDS_TESTED
+    cards_long();
+#endif
 #if defined ROOM_encodings && defined ROOM_families
     encodings_long();
 #endif
 }
 
 int main(int argc, char **argv) {
-    int cards = 0;
+    int there = 0;
     read_arguments(argv);
-    if (cudaGetDeviceCount(&cards) || !cards) {
+    setenv("CUDA_MODULE_LOADING", "EAGER", 1); /* no card may load code while another waits for it on the same GPU */
+    if (cudaGetDeviceCount(&there) || !there) {
         printf("skip gpu: there is none here\n");
         return 0;
     }
@@ -950,6 +963,9 @@ int main(int argc, char **argv) {
     run("gpu: C and CUDA draw alike, heads of 64", samplers_agree);
     run("gpu: a draw waits until it is told what it may draw", draws_wait);
     close_streams();
+#ifdef CARDS_TESTED
+    cards_tests();
+#endif
     if (!EMULATED) run_long();
     return failures != 0;
 }

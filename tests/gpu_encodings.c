@@ -34,7 +34,7 @@ static void encoding_passes(const char *path) {
     checkpoint_close(&c);
 }
 
-static void encodings_in(const char *folder, const char *ending) {
+static void each_in(const char *folder, const char *ending, void (*passes)(const char *path)) {
     DIR *dir = opendir(folder);
     int found = 0;
     for (struct dirent *d; dir && (d = readdir(dir));) {
@@ -42,14 +42,14 @@ static void encodings_in(const char *folder, const char *ending) {
         const char *dot = strrchr(d->d_name, '.');
         if (*d->d_name == '.' || strcmp(dot ? dot : "", ending)) continue;
         snprintf(path, sizeof path, "%s/%s", folder, d->d_name);
-        encoding_passes(path);
+        passes(path);
         found++;
     }
     check(found > 0, "%s holds none", folder);
     if (dir) closedir(dir);
 }
-static void encodings_pass(void) { encodings_in("tests/fixtures/encodings", ""); }
-static void gguf_passes(void) { encodings_in("tests/fixtures/gguf", ".gguf"); }
+static void encodings_pass(void) { each_in("tests/fixtures/encodings", "", encoding_passes); }
+static void gguf_passes(void) { each_in("tests/fixtures/gguf", ".gguf", encoding_passes); }
 
 /* Matrices of more than 16 MB, and of so many rows that tiles of 64 tokens fill the card: way_of() has limits there. */
 static void shapes_wide(void) {

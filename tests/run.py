@@ -39,7 +39,8 @@ ROOT = helpers.TESTS.parent
 # The core's tests in C, and the rooms'; those of encodings/ are of models of families/.
 PARTS = {"unit.c": (), "families.c": ("families",), "encodings.c": ("encodings", "families"), "formats.c": ("formats",),
          "templates.c": ("formats",), "json.c": ("json",), "terminal.c": ("terminal",), "gpu.c": (),
-         "gpu_families.c": ("families",), "gpu_encodings.c": ("encodings", "families")}
+         "gpu_families.c": ("families",), "gpu_encodings.c": ("encodings", "families"),
+         "gpu_cards.c": ("gpus", "encodings", "families")}
 QUIET = 10  # seconds without a result until a line says what runs
 # Builds: what make makes, what the first lines call it, and seconds of processor time. They have no object in common.
 BUILDS = {"reference": ([helpers.PLAIN, helpers.BUILD / "reference/unit",
@@ -62,6 +63,10 @@ COSTS = {"tiny.questions_that_were_held_out": 40, "json.every_format_keeps_schem
          "sanitized unit: every family alone = in a batch = in chunks = rewound": 16, "hub.reset_at_every_byte": 16,
          "emulated gpu: fixtures at every stage, in chunks of 1 to all": 19,
          "emulated gpu: fixtures at every stage, in chunks of 1 to all, plain": 19,
+         "emulated gpus: fixtures at every stage on 4": 40, "emulated gpus: encodings at every stage on 2": 30,
+         "emulated gpus: fixtures at every stage on 2": 20,
+         "emulated gpus: fixtures at every stage on 2 without peer access": 30,
+         "emulated gpus: a card that dies ends the others": 5, "emulated gpus: C and CUDA draw alike": 5,
          "emulated gpu: SmolLM2-135M at every stage": 17, "real.smollm2_135m": 15,
          "json.random_schemas_by_tokens_of_families": 15, "emulated gpu: every type of GGUF": 14,
          "prompt.a_megabyte_of_one_character": 13, "play.interrupted_prompt": 12,

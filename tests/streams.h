@@ -29,7 +29,7 @@ static void open_streams(const Backend *backend, const char *fixture) {
     snprintf(path, sizeof path, "tests/fixtures/%s", fixture);
     streams.backend = backend, streams.fixture = fixture;
     must(checkpoint_open(&streams.c, path, &e), &e);
-    Limits limits = {.context = PAGES_EACH * PAGE, .max_seqs = STREAMS, .max_tokens = STREAMS * LONGEST};
+    Limits limits = {.context = PAGES_EACH * PAGE, .max_seqs = STREAMS, .max_tokens = STREAMS * LONGEST, CARDS};
     limits.allowed = &streams.allowed;
     streams.state = backend->open(&streams.c.model, &limits, &pages, &e);
     must(streams.state, &e);

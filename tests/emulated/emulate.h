@@ -3,7 +3,8 @@
  * cuBLAS.
  *
  * The blocks of a kernel run one after the other. The threads of a block are fibers, each with a stack of its own, that
- * take turns: one runs until it waits for others of its warp or block. Copies to shared memory are done at once, orders
+ * take turns: one runs until it waits for others of its warp or block. Each thread of the program is a card of its own:
+ * it runs what it has launched. Copies to shared memory are done at once, orders
  * of memory are not modelled, and shared variables with a size are static: they keep what the last block left. How much
  * shared memory a launch asks for does not matter. So this finds wrong results, but no races. */
 #pragma once
@@ -19,6 +20,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -26,20 +28,20 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <mutex>
+#include <thread>
 #include <vector>
 
 #undef __shared__
 #undef __launch_bounds__
 #undef __grid_constant__
-#define __shared__ static
+#define __shared__ static thread_local
 #define __launch_bounds__(...)
 #define __grid_constant__
 #undef __align__
 #define __align__(n) __attribute__((aligned(n)))
 
-inline uint3 threadIdx, blockIdx;
-inline dim3 blockDim, gridDim;
+inline thread_local uint3 threadIdx, blockIdx;
+inline thread_local dim3 blockDim, gridDim;
 
 namespace emulated {
 
@@ -54,12 +56,11 @@ struct Fiber {
 struct Group { /* a warp, or the block */
     int alive, arrived;
 };
-inline Fiber fiber[THREADS], *now;
-inline Group warp[THREADS / 32], block;
-inline void *scheduler;
-inline const std::function<void()> *body;
-alignas(1024) inline uint8_t shared[SHARED];
-inline std::mutex running; /* several threads load weights */
+inline thread_local Fiber fiber[THREADS], *now;
+inline thread_local Group warp[THREADS / 32], block;
+inline thread_local void *scheduler;
+inline thread_local const std::function<void()> *body;
+alignas(1024) inline thread_local uint8_t shared[SHARED];
 
 extern "C" void emulated_switch(void **from, void *to);
 inline int number() { return (int)(now - fiber); }
@@ -80,7 +81,7 @@ inline void sync_block() {
 }
 /* What the lanes of a warp do together: each brings a T, the last one calls f with all of them. */
 template <class T, class F> void together(T &mine, F f) {
-    static T *all[THREADS];
+    static thread_local T *all[THREADS];
     const int first = number() / 32 * 32;
     all[number()] = &mine;
     if (!arrive(warp[first / 32])) return;
@@ -112,7 +113,7 @@ inline void run_fiber() {
 }
 
 inline void run_block(int threads) {
-    static uint8_t *stacks = (uint8_t *)aligned_alloc(4096, (size_t)THREADS * STACK);
+    static thread_local uint8_t *stacks = (uint8_t *)aligned_alloc(4096, (size_t)THREADS * STACK);
     memset(shared, 0xFF, sizeof shared); /* NaNs: a kernel must not use what others left */
     block = {threads, 0};
     for (Group &w : warp) w = {32, 0};
@@ -138,7 +139,6 @@ inline void run_block(int threads) {
 }
 
 inline void run(dim3 grid, dim3 threads, const std::function<void()> &kernel) {
-    std::lock_guard<std::mutex> lock(running);
     body = &kernel;
     gridDim = grid, blockDim = threads;
     for (blockIdx.z = 0; blockIdx.z < grid.z; blockIdx.z++)
@@ -149,18 +149,14 @@ inline void run(dim3 grid, dim3 threads, const std::function<void()> &kernel) {
 /* ---- streams and graphs: work is done when the program waits for any of it, or it is recorded ---- */
 
 typedef std::vector<std::function<void()>> Work;
-inline thread_local Work *recorded;
-inline Work submitted;
-inline std::mutex submitting, finishing;
-inline void submit(std::function<void()> work) {
-    std::lock_guard<std::mutex> hold(submitting);
-    (recorded ? *recorded : submitted).push_back(work);
-}
+inline thread_local Work *recorded, submitted;
+inline void submit(std::function<void()> work) { (recorded ? *recorded : submitted).push_back(work); }
+extern "C" bool emulated_lives();
 inline void finish() {
-    std::lock_guard<std::mutex> hold(finishing);
     Work now;
-    submitting.lock(), now.swap(submitted), submitting.unlock();
-    for (auto &work : now) work();
+    now.swap(submitted);
+    for (auto &work : now)
+        if (emulated_lives()) work();
 }
 
 struct Launch {
@@ -192,6 +188,7 @@ template <class F> cudaError_t emulated_attributes(cudaFuncAttributes *to, F) {
 inline void __syncthreads() { emulated::sync_block(); }
 inline void __syncwarp() { emulated::of_lanes(0); }
 inline void __threadfence() {}
+inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 template <class T> T __shfl_sync(unsigned, T x, int from) { return emulated::of_lanes(x)[from & 31]; }
 template <class T> T __shfl_xor_sync(unsigned, T x, int by) { return emulated::of_lanes(x)[emulated::lane() ^ by]; }
 template <class T> T __shfl_up_sync(unsigned, T x, int by) {
@@ -220,9 +217,11 @@ template <class T, class U> T atomicExch(T *p, U x) {
 }
 template <class T, class U> T atomicAdd(T *p, U x) { return atomicExch(p, *p + (T)x); }
 template <class T, class U> T atomicMax(T *p, U x) { return atomicExch(p, std::max(*p, (T)x)); }
-template <class T, class U> T atomicOr(T *p, U x) { return atomicExch(p, *p | (T)x); }
+/* Several threads load weights. */
+template <class T, class U> T atomicOr(T *p, U x) { return __atomic_fetch_or(p, (T)x, __ATOMIC_RELAXED); }
 
 inline float __uint_as_float(unsigned x) { return bits_float(x); }
+inline unsigned __float_as_uint(float x) { return float_bits(x); }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
     return (unsigned)(((uint64_t)high << 32 | low) >> (by & 31));
 }
@@ -264,7 +263,7 @@ inline void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a
         float *c;
     } mine = {{a0, a1, a2, a3}, {b0, b1}, c};
     emulated::together(mine, [](auto **lane) {
-        static float a[16][16], b[16][8];
+        static thread_local float a[16][16], b[16][8];
         for (int i = 0; i < 32; i++)
             for (int k = 0; k < 2; k++) {
                 const int g = i / 4, t = i % 4 * 2 + k;
@@ -307,6 +306,9 @@ inline void copies_end() {}
 template <int BUT> inline void copies_done() {}
 
 inline uint64_t load_from_host(const uint64_t *from) { return __atomic_load_n(from, __ATOMIC_ACQUIRE); }
-inline uint64_t nanoseconds() { return (uint64_t)std::chrono::steady_clock::now().time_since_epoch().count(); }
+inline uint64_t nanoseconds() { /* who asks waits, perhaps for another card's thread */
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    return (uint64_t)std::chrono::steady_clock::now().time_since_epoch().count();
+}
 inline float exp2_quick(float x) { return exp2f(x); }
 inline uint32_t times_4_plus(uint32_t b, uint32_t a) { return b * 4 + a; }

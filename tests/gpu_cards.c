@@ -1,0 +1,181 @@
+/* gpu_cards.c: what gpu.c checks of gpus/: a model on several cards is the model on one. gpu.c includes it. */
+#include "gpus/gpus.h"
+
+/* A model on `cards` cards, against a golden trace: in steps whose sums travel as floats, and as bf16. */
+static void cards_pass(const char *what, const Model *m, const Trace *golden, const int *ids, size_t n) {
+    Costs costs = rounding_costs(m, golden, ids, n);
+    chunks_pass(what, m, &costs, golden, ids, n, 3, (size_t[]){1, 7, 0});
+}
+
+static void fixtures_on_cards(void) {
+    int cut = 0;
+    for (int i = 0; i < FIXTURES; i++) {
+        Trace golden = {0};
+        Ids ids = {0};
+        Checkpoint c;
+        at(fixtures[i]);
+        trace_golden(fixtures[i], &golden, &ids, &c);
+        const bool can = can_be_cut(&c.model, cards);
+        if (can) cards_pass(fixtures[i], &c.model, &golden, ids.data, ids.n);
+        cut += can;
+        trace_free(&golden);
+        ids_free(&ids);
+        checkpoint_close(&c);
+    }
+    check(cut > 0, "no fixture can be cut for %d cards", cards);
+}
+
+/* A prompt of 100 tokens through each encoding, against the reference. */
+static void encoding_on_cards(const char *path) {
+    enum { N = 100 };
+    int ids[N];
+    uint64_t random = 3;
+    size_t n = N;
+    Checkpoint c;
+    Trace golden = {0};
+    Error e;
+    at(path);
+    must(checkpoint_open(&c, path, &e), &e);
+    fill_random(ids, N, (size_t)c.model.vocab, &random);
+    if (n > (size_t)c.model.context) n = (size_t)c.model.context;
+    if (c.model.n_experts > 1) n = 16;
+    trace_run(&golden, &reference, &c.model, ids, n, 0);
+    if (can_be_cut(&c.model, cards))
+        cards_pass(path, &c.model, &golden, ids, n);
+    else
+        printf("  %s cannot be cut\n", path);
+    trace_free(&golden);
+    checkpoint_close(&c);
+}
+static void encodings_on_cards(void) {
+    each_in("tests/fixtures/encodings", "", encoding_on_cards);
+    each_in("tests/fixtures/gguf", ".gguf", encoding_on_cards);
+}
+
+/* How many cards the tests have: a single GPU stands for two. Their blocks then wait for each other on one GPU, which
+ * must have room for all of them: so not for steps of thousands of tokens; and not while cuBLAS loads code. */
+static int cards_there(void) {
+    int there = 0;
+    cudaGetDeviceCount(&there);
+    one_gpu = there == 1;
+    return one_gpu ? 2 : there;
+}
+
+/* Steps of fast/ on one card and on two. */
+static void decode_on_cards(void) {
+    enum { N = 16, LAYERS = 3 };
+    int ids[N];
+    uint64_t random = 14;
+    Checkpoint c;
+    make_up(&c, GPT_OSS_20B(SLIDING "," FULL "," SLIDING), LAYERS, 201088, NULL);
+    fill_random(ids, N, 201088, &random);
+    for (size_t chunk = 1; chunk <= N; chunk += 5) { /* 1, 6, 11, 16 */
+        Trace one = {0}, other = {0};
+        cards = 1;
+        trace_run(&one, &cuda, &c.model, ids, N, chunk);
+        cards = 2;
+        trace_run(&other, &cuda, &c.model, ids, N, chunk);
+        traces_agree(&one, &other, N, LAYERS, NULL);
+        trace_free(&one), trace_free(&other);
+    }
+    checkpoint_close(&c);
+}
+/* The same without a tap, which makes a launch of each phase. */
+static void instances_on_cards(void) {
+    instances_agree(GPT_OSS_20B(SLIDING "," FULL "," SLIDING "," FULL "," SLIDING "," FULL "," SLIDING), 7, 0,
+                    (size_t[]){2, 7, 12}, 3);
+}
+
+/* gpt-oss's shapes, which fast/ has instances for, and prompts of many tokens, on two cards. */
+static void cards_long(void) {
+    if (!RANDOM_WEIGHTS || cards_there() < 2) return;
+    cards = 2;
+    run("gpus: gpt-oss's shapes, stage by stage", phases_of_gpt_oss_agree);
+    run("gpus: one card and two agree at every stage, gpt-oss-20b's shapes", decode_on_cards);
+    run("gpus: one token and several without a prompt, gpt-oss-20b's shapes", instances_on_cards);
+    if (one_gpu) {
+        cards = 1;
+        return;
+    }
+    run("gpus: the reference, fast and plain agree at every stage, gpt-oss-20b's shapes", stages_of_20b_pass);
+    run("gpus: one token and several agree at gpt-oss-20b's shapes", instances_of_20b_agree);
+    run("gpus: steps without numbers end", nans_of_20b_end);
+    run("gpus: contexts of unequal length", contexts_of_20b_agree);
+    run("gpus: fast and plain agree for 256 streams", streams_agree_with_plain);
+    run("gpus: fast and plain agree at every stage of a prompt", fast_agrees_with_plain);
+    run("gpus: prompts of 1 to 5,000 tokens, gpt-oss's shapes and a small vocabulary", shapes_of_gpt_oss);
+    cards = 1;
+}
+
+#if EMULATED
+extern int emulated_peers, emulated_dead;
+/* A card that dies ends the others within ten seconds. */
+static void a_card_dies(void) {
+    const int ids[2] = {3, 5};
+    const Limits limits = {.max_seqs = 1, .max_tokens = 16, CARDS};
+    const double begun = seconds();
+    Checkpoint c;
+    Engine g;
+    Error e;
+    int slot = 0, first[2] = {0, 1}, start = 0, page = 0;
+    const Want want = WANT_TOKEN;
+    const Batch b = {1, 1, &slot, first, ids, &start, &page, &greedy, &want};
+    Result r;
+    must(checkpoint_open(&c, "tests/fixtures/true_heads", &e), &e);
+    must(engine_open(&g, &cuda, &c.model, limits, 0, &e), &e);
+    run_text(&g, ids, 0, 1, WANT_TOKEN, &greedy);
+    emulated_dead = 1;
+    const bool ok = cuda.submit(g.state, &b, &e) && cuda.collect(g.state, &r, &e);
+    check(!ok && e.code == GPU_FAULT && seconds() - begun < 10, "%d, %s", ok, e.text);
+    engine_close(&g);
+    emulated_dead = -1;
+    checkpoint_close(&c);
+}
+static void without_peer_access(void) {
+    emulated_peers = 0;
+    fixtures_on_cards();
+    emulated_peers = 1;
+}
+#endif
+
+/* Where three cards do not divide a model, the error says what does; where they do, they agree with the reference. */
+static void three_cards(void) {
+    ModelPart part;
+    Checkpoint c;
+    Error e;
+    must(checkpoint_open(&c, "tests/fixtures/true_heads", &e), &e);
+    check(!model_part(&c.model, 0, 3, &part, &e) && e.code == USAGE && strstr(e.text, "1, 2:"), "%s", e.text);
+    checkpoint_close(&c);
+#ifdef ROOM_commands
+    int ids[40];
+    uint64_t random = 5;
+    Trace golden = {0};
+    make_up(&c, DENSE(LLAMA, "96", "200", "6", "3", "16"), 2, 50, NULL);
+    fill_random(ids, 40, 50, &random);
+    trace_run(&golden, &reference, &c.model, ids, 40, 0);
+    cards_pass("six heads", &c.model, &golden, ids, 40);
+    trace_free(&golden);
+    checkpoint_close(&c);
+#endif
+}
+
+static void cards_tests(void) {
+    const int there = cards_there();
+    cards = 2, plain = one_gpu;
+    run("gpus: fixtures at every stage on 2", fixtures_on_cards);
+    run("gpus: encodings at every stage on 2", encodings_on_cards);
+    open_streams(&cuda, "odd");
+    run("gpus: one chunk = many", one_chunk_equals_many);
+    run("gpus: C and CUDA draw alike", samplers_agree);
+    run("gpus: a draw waits until it is told what it may draw", draws_wait);
+    close_streams();
+#if EMULATED
+    run("gpus: fixtures at every stage on 2 without peer access", without_peer_access);
+    run("gpus: a card that dies ends the others", a_card_dies);
+#endif
+    cards = 3;
+    if (there > 2) run("gpus: fixtures on 3", three_cards);
+    cards = 4;
+    if (there > 3) run("gpus: fixtures at every stage on 4", fixtures_on_cards);
+    cards = 1, plain = false;
+}
