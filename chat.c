@@ -556,11 +556,11 @@ const Format harmony = {"harmony", controls, "assistant", NULL, render_harmony, 
 
 /* ---- chats ---- */
 
-bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
+bool chat_open(Chat *chat, const Tokenizer *t, const char *template, bool gave, Error *e) {
     LocalBytes known = {0};
     for (const Format *const *f = formats; *f; f++) {
-        bool all = true;
-        *chat = (Chat){t, template, *f, .name = (*f)->name, .tools = true, .schemas = true};
+        bool all = !gave;
+        *chat = (Chat){t, template, *f, *f, .name = (*f)->name, .tools = true, .schemas = true};
         for (int i = 0; i < CONTROLS; i++) {
             chat->control[i] = (*f)->control[i] ? tokenizer_added(t, (*f)->control[i]) : -1;
             all = all && chat->control[i] >= 0;
@@ -571,7 +571,7 @@ bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e) {
         bytes_print(&known, known.n ? " and %s" : "%s", (*f)->name);
     }
     return fail(e, BAD_MODEL, "%s; known are %s",
-                *template ? "the chat template is of no known format" : "there is no chat template", known.data);
+                *template ? "this build does not read chat templates" : "there is no chat template", known.data);
 }
 
 void chat_close(Chat *chat) {
@@ -597,7 +597,7 @@ bool chat_render(const Chat *chat, const Conversation *c, bool prompt, Ids *out,
 
 bool chat_force(const Chat *chat, const char *effort, const char *name, Ids *out, Error *e) {
     LocalMarked text = {0};
-    return chat->format->force(chat, effort, name, &text, e) && tokenizer_encode_marked(chat->tokenizer, &text, out, e);
+    return chat->answer->force(chat, effort, name, &text, e) && tokenizer_encode_marked(chat->tokenizer, &text, out, e);
 }
 
 void reader_init(Reader *r, const Chat *chat, const Conversation *c) {
@@ -605,7 +605,7 @@ void reader_init(Reader *r, const Chat *chat, const Conversation *c) {
     *r = (Reader){.chat = chat, .started = !thinking};
     if (c) r->tools = tools_of(c) ? cJSON_Duplicate(tools_of(c), true) : cJSON_CreateArray();
     r->now = (Message){.role = text_print("assistant"), .channel = thinking ? text_print("analysis") : NULL};
-    bytes_text(&r->pending, chat->format->begun);
+    bytes_text(&r->pending, chat->answer->begun);
 }
 
 void reader_free(Reader *r) {
@@ -646,7 +646,7 @@ Read reader_push(Reader *r, int token, Bytes *text) {
     int before = r->messages, which = 0;
     size_t known = r->now.content.n;
     while (which < CONTROLS && r->chat->control[which] != token) which++;
-    Read read = r->chat->format->read(r, token, which);
+    Read read = r->chat->answer->read(r, token, which);
     for (int i = before; text && i <= r->messages; i++, known = 0) {
         const Bytes *content = i < r->messages ? &r->message[i].content : &r->now.content;
         if (content->n > known) bytes_add(text, content->data + known, content->n - known);

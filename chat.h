@@ -10,21 +10,21 @@ enum { CONTROLS = 8, STREAM_END = -2 /* no token has it; -1 would match a contro
 typedef struct Format Format;
 typedef struct {
     const Tokenizer *tokenizer;
-    const char *template; /* the text of the chat template */
-    const Format *format;
-    int control[CONTROLS]; /* ids of Format.control, or -1 */
-    const char *name;      /* of the format; Format.fits() sets this and the rest, or they are harmony's */
-    bool tools, schemas;   /* a prompt can have tools; a response_format */
-    bool thinks, quiet;    /* a prompt ends inside a thought; the effort may be none, and then it does not */
-    void *own;             /* what else the format needs; chat_close() frees it */
+    const char *template;          /* the text of the chat template */
+    const Format *format, *answer; /* of prompts, of answers: two if a given template writes harmony */
+    int control[CONTROLS];         /* ids of answer->control, or -1 */
+    const char *name;              /* of the format; Format.fits() sets this and the rest, or they are harmony's */
+    bool tools, schemas;           /* a prompt can have tools; a response_format */
+    bool thinks, quiet;            /* a prompt ends inside a thought; the effort may be none, and then it does not */
+    void *own;                     /* what else the format needs; chat_close() frees it */
     /* How answers have thoughts and calls; NULL: none. The marks of a thought; a name, then what opens calls or NULL.
      */
     const char *const *thoughts, *const *calls;
 } Chat;
 
-/* The first of formats[] that fits. Tokenizer and template have to stay. BAD_MODEL: none fits, or the template is
- * broken. */
-bool chat_open(Chat *chat, const Tokenizer *t, const char *template, Error *e);
+/* The first of formats[] that fits and, if the user `gave` the template, reads templates. Tokenizer and template have
+ * to stay. BAD_MODEL: none fits, or the template is broken. */
+bool chat_open(Chat *chat, const Tokenizer *t, const char *template, bool gave, Error *e);
 void chat_close(Chat *chat);
 /* Checks an effort: low, medium, high and, where the model can skip thinking, none. USAGE. */
 bool chat_effort(const Chat *chat, const char *effort, Error *e);
@@ -120,7 +120,7 @@ struct Format {
     const char *name;           /* in the list of known ones */
     const char *const *control; /* (CONTROLS) names of the tokens that it reads, or NULL */
     const char *begun;          /* Reader.pending at first: what the prompt has of an answer's header */
-    /* Does a model chat so? NULL: if it has all these tokens. BAD_MODEL: its template is broken. */
+    /* Does a model chat so? NULL: if it has all these tokens, whatever its template. BAD_MODEL: that is broken. */
     bool (*fits)(Chat *chat, Error *e);
     bool (*render)(const Chat *chat, const Conversation *c, bool prompt, Marked *out, Error *e);
     bool (*force)(const Chat *chat, const char *effort, const char *name, Marked *out, Error *e);

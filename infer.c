@@ -1117,10 +1117,10 @@ bool session_open(Session *s, const char *model, int need, Error *e) {
     if (!model && !choose_model(s, e)) return false;
     if (!open_checkpoint(s, need, e)) return false;
     if ((tokenizer || need & USE_TOKENIZER) && !open_tokenizer(s, !tokenizer, e)) return false;
-    if (s->tokenizer)
-        s->has_chat = chat_open(&s->chat, s->tokenizer, tokenizer_template(s->tokenizer, false), &s->no_chat);
+    const char *template = s->tokenizer ? tokenizer_template(s->tokenizer, false) : NULL;
+    s->has_chat = template && chat_open(&s->chat, s->tokenizer, template, given_template, &s->no_chat);
     if (!s->has_chat) fail(&s->no_chat, BAD_MODEL, "%s has no chat format: %s", s->name, s->no_chat.text);
-    if (need & NEED_CHAT && !s->has_chat) return *e = s->no_chat, false;
+    if ((need & NEED_CHAT || given_template) && !s->has_chat) return *e = s->no_chat, false;
     return true;
 }
 

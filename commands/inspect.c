@@ -128,7 +128,7 @@ static bool add_model(cJSON *out, const char *dir, bool far, int context, Error 
                  json_number(m->top_k), "vocabulary", json_number(m->vocab), "context", json_number(m->context), NULL);
         const char *chat = s.has_chat ? s.chat.name : "none: its text is continued raw";
         if (s.tokenizer) cJSON_AddStringToObject(out, "chat_format", chat); /* none is fetched from the hub */
-        if (s.has_chat && s.chat.format != &harmony)
+        if (s.has_chat && s.chat.answer != &harmony)
             json_add(out, "thoughts", json_word(s.chat.thoughts ? *s.chat.thoughts : "none: they are text"), "calls",
                      json_word(s.chat.calls ? *s.chat.calls : "none: they are text"), NULL);
         add_weights(out, &s.checkpoint.tensors, m);

@@ -21,6 +21,16 @@ static void close_templates(Chat *chat) {
     free(own);
 }
 
+/* Answers are harmony if the template writes that and the model has its tokens: a template that was given. */
+static void open_harmony(Chat *chat) {
+    int control[CONTROLS], n = 0;
+    while (n < CONTROLS && (control[n] = tokenizer_added(chat->tokenizer, harmony.control[n])) >= 0) n++;
+    if (n < CONTROLS || !strstr(chat->template, "<|message|>")) return;
+    memcpy(chat->control, control, sizeof control);
+    chat->answer = &harmony;
+    chat->thinks = chat->quiet = false;
+}
+
 static bool fits(Chat *chat, Error *e) {
     const bool models = chat->template == tokenizer_template(chat->tokenizer, false);
     const char *tools = models ? tokenizer_template(chat->tokenizer, true) : "";
@@ -36,6 +46,7 @@ static bool fits(Chat *chat, Error *e) {
     chat->schemas = false;
     own->steps = PROBE_STEPS;
     answers_open(chat);
+    open_harmony(chat);
     own->steps = JINJA_STEPS;
     return true;
 }

@@ -59,7 +59,7 @@ static int anything(Grammar *g) {
 static int answer_end(const Maker *m) {
     const Ids *stop = &m->m->checkpoint.stop;
     const Chat *chat = &m->m->chat;
-    const bool marked = m->talk && chat->format != &harmony; /* see formats/answers.h */
+    const bool marked = m->talk && chat->answer != &harmony; /* see formats/answers.h */
     LocalIds cases = {0};
     for (size_t i = 0; i < stop->n; i++) {
         int k = 0;
@@ -199,7 +199,7 @@ static int other_call(const Maker *m, const char *name, int given, int end) {
 
 /* Calls of one of the functions that may come. */
 static int calls(const Maker *m) {
-    const bool harmonies = m->m->chat.format == &harmony;
+    const bool harmonies = m->m->chat.answer == &harmony;
     LocalIds cases = {0};
     const cJSON *tool;
     int i = 0, end = NEVER; /* of any call: it does not depend on the function */
@@ -258,7 +258,7 @@ static int answer(const Maker *m) {
     cJSON_ArrayForEach(tool, tools_of(m->talk)) strict |= is_strict(tool);
     if (m->e->code || (text < 0 && !strict)) return -1;
     if (tools_of(m->talk)) called = calls(m);
-    return m->m->chat.format == &harmony ? harmony_answer(m, text, called) : other_answer(m, text, called);
+    return m->m->chat.answer == &harmony ? harmony_answer(m, text, called) : other_answer(m, text, called);
 }
 
 /* ---- rules ---- */

@@ -51,7 +51,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     Error e;
     (void)argc, (void)argv;
     tokenizer = parrot_open(NULL, &e);
-    assert(tokenizer && chat_open(&chat, tokenizer, "", &e) && mkdtemp(shards) && !atexit(clean));
+    assert(tokenizer && chat_open(&chat, tokenizer, "", false, &e) && mkdtemp(shards) && !atexit(clean));
     for (int i = 0; i < MODELS; i++) {
         char from[128];
         strcpy(dir[i], "/tmp/infer-fuzz-XXXXXX");

@@ -13,7 +13,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     (void)argc, (void)argv;
     server.s.tokenizer = parrot_open(NULL, &e);
     assert(server.s.tokenizer && checkpoint_open(&server.s.checkpoint, "tests/fixtures/parrot", &e));
-    server.s.has_chat = chat_open(&server.s.chat, server.s.tokenizer, "", &e);
+    server.s.has_chat = chat_open(&server.s.chat, server.s.tokenizer, "", false, &e);
     server.s.engine.context = 512;
     server.s.scheduler = scheduler_open(&server.s.engine);
     server.name = "parrot";

@@ -36,7 +36,7 @@ static void find_tokens(Talker *m) {
 static bool talker_open(Talker *m) {
     Error e;
     m->tokenizer = parrot_open(NULL, &e);
-    if (!m->tokenizer || !chat_open(&m->chat, m->tokenizer, "", &e)) return false;
+    if (!m->tokenizer || !chat_open(&m->chat, m->tokenizer, "", false, &e)) return false;
     find_tokens(m);
     memcpy(m->token_of + 1, m->chat.control, 8 * sizeof *m->chat.control); /* harmony's eight */
     return true;
@@ -83,7 +83,7 @@ static inline bool talker_open_other(Talker *m, int which) {
         cJSON_ReplaceItemInObject(added, "content", cJSON_CreateString(others[which].control[i]));
     }
     m->tokenizer = parrot_open(json, &e);
-    bool ok = m->tokenizer && chat_open(&m->chat, m->tokenizer, others[which].template, &e);
+    bool ok = m->tokenizer && chat_open(&m->chat, m->tokenizer, others[which].template, false, &e);
     cJSON_Delete(json);
     find_tokens(m);
     for (int i = 0; i < MOST_CONTROLS; i++)

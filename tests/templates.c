@@ -55,7 +55,7 @@ static Templated templated_open(const cJSON *model, const char *template, Compan
     files.config = config;
     t.tokenizer = tokenizer_open(files.path, companion, &files, &e);
     must(t.tokenizer, &e);
-    must(chat_open(&t.chat, t.tokenizer, tokenizer_template(t.tokenizer, false), &e), &e);
+    must(chat_open(&t.chat, t.tokenizer, tokenizer_template(t.tokenizer, false), false, &e), &e);
     return t;
 }
 

@@ -6,8 +6,8 @@ from array import array
 
 from test_prompt import message, parse
 
-from helpers import (DATA, GOLDENS, PARROT, copy_model, data, each, expect, ids_of, infer, read_json, refused, render,
-                     safetensors, same, write_json)
+from helpers import (DATA, DATE, GOLDENS, PARROT, TESTS, copy_model, data, each, expect, has, ids_of, infer, read_json, refused,
+                     render, safetensors, same, write_json)
 
 NEEDS = ("formats", "families")  # rooms
 
@@ -122,6 +122,33 @@ def test_templates_in_files(folder):
     refused("render", made, "--chat-template", folder / "none.jinja", stdin="{}", code=2, words=["none.jinja"])
     (folder / "given.jinja").write_text("\n\n{{ x")
     refused("render", made, "--chat-template", folder / "given.jinja", stdin="{}", code=3, words=["line 3"])
+
+
+def test_a_given_template_and_harmony(folder):
+    """A given template counts for a model with harmony's tokens, too, in all commands. Answers are harmony if it writes that."""
+    tiny = TESTS.parent / "models" / "tiny"
+    ask = {"messages": [{"role": "user", "content": "2 + 3 ="}], "date": DATE, "temperature": 0}
+    hello = folder / "hello.jinja"
+    hello.write_text("Hello {{ messages[-1].content }}<|end|>")
+    same(infer("render", tiny, "--chat-template", hello, stdin=json.dumps(ask)).text, "Hello 2 + 3 =<|end|>", "render")
+    harmony = folder / "harmony.jinja"
+    harmony.write_text(infer("render", tiny, stdin=json.dumps(ask)).text.replace("2 + 3 =", "{{ messages[-1].content }}"))
+    options = ["--chat-template", harmony]
+    same(ids_of(infer("render", tiny, "--ids", *options, stdin=json.dumps(ask))), render(ask, tiny), "render --ids")
+    play = ["play", tiny, "-p", "2 + 3 =", "--temperature", "0", "--date", DATE]
+    same(infer(*play, *options).out, infer(*play).out, "play")
+    expect(infer(*play, "--chat-template", hello, code=None).out != infer(*play).out, "play takes no template")
+    if has("serve"):
+        from test_serve import Server
+
+        def served(*options):
+            with Server(tiny, *options) as s:
+                return s.post("/v1/chat/completions", ask)
+        given, own = served(*options), served()
+        same(given["choices"], own["choices"], "serve")
+    (folder / "broken.jinja").write_text("{{ x")
+    for command in (["render", tiny], play):
+        refused(*command, "--chat-template", folder / "broken.jinja", stdin="{}", code=3, words=["chat template, line 1"])
 
 
 def test_what_templates_read(folder):

@@ -194,6 +194,8 @@ def test_wrong_options():
         missing = [w for w in words if w not in r.err]
         expect(not missing, f"the message lacks {missing}: {r.err!r}")
     each([(" ".join(map(repr, w[0])), *w) for w in WRONG], check)
+    if not has("formats"):
+        refused("play", PARROT, "-p", "Hi", "--chat-template", GOLDENS / "SOURCES.md", words=["does not read chat templates"])
 
 
 def test_prompt_and_stdin(folder):

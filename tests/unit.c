@@ -719,7 +719,7 @@ static void talk_open(Talk *t) {
     Error e;
     *t = (Talk){.tokenizer = parrot_open(NULL, &e)};
     must(t->tokenizer, &e);
-    check(chat_open(&t->chat, t->tokenizer, "", &e), "the parrot has no harmony");
+    check(chat_open(&t->chat, t->tokenizer, "", false, &e), "the parrot has no harmony");
     conversation_init(&t->conversation);
     reader_init(&t->reader, &t->chat, NULL);
 }
