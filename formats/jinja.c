@@ -17,7 +17,7 @@
 #include <string.h>
 #include <utf8proc.h>
 
-enum { MOST_BYTES = 1 << 28, MOST_STACK = 1 << 19, MOST_RANGE = 100000, CHUNK = 1 << 16 };
+enum { MOST_BYTES = 1 << 28, MOST_STACK = 1 << 19, MOST_RANGE = 100000, DIGITS = 17, CHUNK = 1 << 16 };
 
 /* Kinds of values. VIEW: the keys, values or items of a mapping. STREAM: what filters such as map return, which can be
  * read once. SPACE: a namespace. */
@@ -394,15 +394,17 @@ typedef struct { /* how values are written */
     Value comma, colon, indent; /* indent: what a level adds, or none */
 } Style;
 
-/* The shortest digits that give x again, as Python's repr(). */
-static void put_real(Work *w, Buffer *b, Value v, bool json) {
+/* As repr() writes it: the shortest digits that give v again, or `most` of them. */
+static void put_real(Work *w, Buffer *b, Value v, bool json, int most) {
     char digits[40];
+    snprintf(digits, sizeof digits, "%.*e", most - 1, v.real);
+    v.real = strtod(digits, NULL);
     int precision = 0;
     do snprintf(digits, sizeof digits, "%.*e", precision, v.real);
     while (strtod(digits, NULL) != v.real && ++precision < 17);
     const char *exponent = strchr(digits, 'e');
     const int power = exponent ? atoi(exponent + 1) : 0, decimals = precision > power ? precision - power : 0;
-    if (exponent && power >= -4 && power < 16)
+    if (exponent && power >= -4 && power < most - 1)
         snprintf(digits, sizeof digits, decimals ? "%.*f" : "%.*f.0", decimals, v.real);
     if (!exponent && json) /* inf, nan */
         snprintf(digits, sizeof digits, "%s", isnan(v.real) ? "NaN" : v.real < 0 ? "-Infinity" : "Infinity");
@@ -471,7 +473,7 @@ static void put_value(Work *w, Buffer *b, Value v, const Style *style, int level
     if (v.kind == TEXT) {
         put_quoted(w, b, v, style);
     } else if (v.kind == REAL) {
-        put_real(w, b, v, json);
+        put_real(w, b, v, json, DIGITS);
     } else if (v.kind >= NONE && v.kind <= WHOLE) {
         snprintf(digits, sizeof digits, "%lld", (long long)v.whole);
         const char *shown = v.kind != WHOLE ? words[v.kind == NONE ? 0 : 1 + v.whole][json]
@@ -1545,33 +1547,60 @@ BUILTIN(to_number) { /* how: int or float; a[1]: instead of what is none; a[2]: 
                    .digits = v.kind == REAL ? NULL : v.digits};
 }
 
-/* How C's printf writes v, with these flags, width and precision, and this type. */
-BUILTIN(shaped) {
-    const char *flags = c_text(w, a[0]), *type = c_text(w, a[1]), *dot = strchr(flags, '.');
-    const bool is_whole = one_of(*type, "dixXo"), right = !strchr(flags, '-');
-    const Value v = a[2];
-    char format[16], digits[400];
+/* A number as C's printf writes it with this type; without a type: as repr() does, with at most `most` digits. */
+static Value digits_of(Work *w, Value v, char type, int most) {
+    char of_whole[] = "%lx", of_real[] = "%.*f", digits[500];
     Buffer b = {0};
-    if (strlen(flags) > 7) wrong(w, "a field is too wide");
-    if (flags[strspn(flags, "-+ 0#123456789.")]) wrong(w, "a field has flags that are not known");
-    if (one_of(*type, "sr")) {
-        Value shown = *type == 'r' ? repr(w, v) : to_text(w, v);
-        const size_t most = dot ? strtoul(dot + 1, NULL, 10) : SIZE_MAX;
-        if (shown.n > most) shown.n = most;
-        const size_t width = strtoul(flags + strspn(flags, "-+ 0#"), NULL, 10);
-        if (!right) put(w, &b, shown);
-        for (size_t i = shown.n; i < width; i++) put_text(w, &b, " ");
-        if (right) put(w, &b, shown);
-        return text_of(&b);
-    }
-    if (!is_number(v) || v.digits || !(is_whole || one_of(*type, "eEfFgG")) || fabs(number_of(v)) > 9e18)
-        wrong(w, "%%%s%s does not go with a %s", flags, type, kinds[v.kind]);
-    snprintf(format, sizeof format, "%%%s%s%.1s", flags, is_whole ? "ll" : "", type);
-    const int length = is_whole
-                           ? snprintf(digits, sizeof digits, format, (long long)(v.kind == REAL ? v.real : v.whole))
-                           : snprintf(digits, sizeof digits, format, number_of(v));
+    of_whole[2] = of_real[3] = type;
+    if (!type) put_real(w, &b, v, false, most < 0 ? DIGITS : most ? most : 1);
+    if (!type || type == 'd') return type ? repr(w, v) : text_of(&b);
+    const int length = one_of(type, "xXo")
+                           ? snprintf(digits, sizeof digits, of_whole, (unsigned long)v.whole)
+                           : snprintf(digits, sizeof digits, of_real, most < 0 ? 6 : most, number_of(v));
     if (length < 0 || length >= (int)sizeof digits) wrong(w, "a field is too wide");
     return text_from(w, digits, (size_t)length, v.own);
+}
+
+/* a[0] as Python's format() writes it; a[1]: [[fill]align][sign][0][width][,][.precision][type]. */
+BUILTIN(formed) {
+    const Value spec = need_text(w, a[1]);
+    Buffer b = {0};
+    const bool filled = one_of(point(spec, 1), "<>=^"), of_text = a->kind == TEXT;
+    Value v = *a;
+    if (!spec.n) return to_text(w, v);
+    if (v.kind == BOOL) v.kind = WHOLE;
+    char *s = c_text(w, part(spec, filled, spec.n - filled));
+    const char given = one_of(*s, "<>=^") ? *s++ : 0, sign = one_of(*s, "+- ") ? *s++ : 0;
+    const bool zero = *s == '0';
+    const size_t width = isdigit((unsigned char)*s) ? strtoul(s, &s, 10) : 0;
+    const bool commas = *s == ',';
+    s += commas;
+    const int most = *s == '.' ? (int)strtoul(s + 1, &s, 10) : -1;
+    const char type = *s ? *s++ : of_text ? 's' : v.kind == REAL ? 0 : 'd';
+    const char align = given ? given : of_text ? '<' : zero ? '=' : '>';
+    const Value fill = filled ? part(spec, 0, 1) : text(w, zero ? "0" : " ");
+    const bool fine = of_text ? type == 's' && !sign && !commas && align != '='
+                      : one_of(type, "dxXo")
+                          ? v.kind == WHOLE && most < 0 && (type == 'd' || !(commas || v.digits || v.whole < 0))
+                          : is_number(v) && (type ? one_of(type, "eEfFgG") : most <= DIGITS);
+    if (*s || !fine || width > MOST_RANGE || (commas && align == '=' && is_text(fill, "0")))
+        wrong(w, "'%s' does not go with a %s", c_text(w, spec), kinds[v.kind]);
+    Value shown =
+        of_text ? part(v, 0, most >= 0 && (size_t)most < v.n ? (size_t)most : v.n) : digits_of(w, v, type, most);
+    const bool minus = !of_text && point(shown, 0) == '-';
+    const Value before = text(w, minus ? "-" : sign == '+' ? "+" : sign == ' ' ? " " : "");
+    shown = part(shown, minus, shown.n - minus);
+    size_t digits = 0;
+    while (commas && one_of(point(shown, digits), "0123456789")) digits++;
+    for (size_t i = 0; i < shown.n; i++) {
+        if (i && i < digits && (digits - i) % 3 == 0) put_text(w, &b, ",");
+        put_char(w, &b, shown.at[i]);
+    }
+    const size_t size = before.n + b.n, pad = width > size ? width - size : 0;
+    const size_t left = align == '>' ? pad : align == '^' ? pad / 2 : 0, middle = align == '=' ? pad : 0;
+    const Value pieces[] = {joined(w, &fill, 1, (int64_t)left), before, joined(w, &fill, 1, (int64_t)middle),
+                            text_of(&b), joined(w, &fill, 1, (int64_t)(pad - left - middle))};
+    return joined(w, pieces, 5, 1);
 }
 
 BUILTIN(json) { /* or repr(), of a[0], with the rest as Style has it */
@@ -1682,7 +1711,7 @@ static const struct {
     {sorted, "(pairs, reverse)", "sorted:"},
     {stream, "(list)", "stream:"},
     {sequence, "(key, items)", "group:group"},
-    {shaped, "(flags, type, v)", "shaped:"},
+    {formed, "(v, spec)", "formed:"},
     {json, "(v, ascii, sorted, comma, colon, indent)", "json:json repr:"},
     {find_builtin, "(name)", "builtin:"},
 };
@@ -1750,9 +1779,16 @@ static const char prelude[] =
     "  elif not piece and not loop.last; write first(v, '%'); set ns.literal = true;"
     "  else;"
     "   set key, rest = piece[1:].split(')', 1) if piece[:1] == '(' else (none, piece);"
-    "   set tail = rest.lstrip('-+ 0#123456789.');"
-    "   write shaped(rest[:rest|length - tail|length], tail[:1], all[ns.at] if key is none else values[key]) + "
-    "tail[1:];"
+    "   set size = rest.lstrip('-+ 0');"
+    "   set tail = size.lstrip('0123456789.');"
+    "   set flags, kind = rest[:rest|length - size|length], {'r': 's', 'i': 'd'}.get(tail[:1], tail[:1]);"
+    "   set x = all[ns.at] if key is none else values[key];"
+    "   set x = shown(x) if tail[:1] == 'r' else x|string if kind == 's' else x|int('') if kind == 'd' and x is float "
+    "else x;"
+    "   set align = '<' if '-' in flags else '>' if x is string else '';"
+    "   set sign = '' if x is string else '+' if '+' in flags else ' ' if ' ' in flags else '';"
+    "   set zero = '0' if '0' in flags and not align else '';"
+    "   write formed(x, align ~ sign ~ zero ~ size[:size|length - tail|length] ~ kind) ~ tail[1:];"
     "   set ns.at = ns.at + (1 if key is none else 0);"
     "  endif;"
     " endfor;"
@@ -1761,20 +1797,6 @@ static const char prelude[] =
     /* text.format(): what stands outside of fields, a field's value as its part behind the colon says, all of it */
     "macro plain(piece, v) = raise_exception('a } stands alone') if '}' in piece.replace('}}', '')"
     " else piece.replace('}}', first(v, '}')).replace('\\x01', first(v, '{'));"
-    "macro grouped(v) = grouped(v[:-3]) ~ ',' ~ v[-3:] if v[-4:-3].isdigit() else v;"
-    "macro formed(v, spec);"
-    " if spec[:1] == ',' and spec[1:2] not in ['<', '>', '^'];"
-    "  set parts = formed(+v, spec[1:]).split('.');"
-    "  return '.'.join([grouped(parts[0])] + parts[1:]);"
-    " endif;"
-    " if spec and v is not string and v is not number; return raise_exception('this value takes no format'); endif;"
-    " set v = +v if v is boolean and spec else v;"
-    " set form = spec.lstrip('<>^');"
-    " set form = form if form[-1:].isalpha() else form ~ 's';"
-    " set left = '-' if spec[:1] == '<' or v is string and spec[:1] != '>' else '';"
-    " if spec[:1] != '^'; return shaped(left ~ form[:-1], form[-1], v); endif;"
-    " set pad = form[:-1]|int - v|string|length;"
-    " return ' ' * (pad // 2) ~ v ~ ' ' * (pad - pad // 2); endmacro;"
     "macro str_format(v);"
     " set ns = namespace(at=0);"
     " for piece in v.replace('{{', '\\x01').split('{');"
@@ -1837,10 +1859,8 @@ static const char prelude[] =
     " set f = builtin('filter_' ~ varargs[0]);"
     " if varargs; return stream([f(x, *varargs[1:], **kwargs) for x in v or []]); endif;"
     " return stream([path(x, kwargs.attribute)|default(kwargs.default) for x in v or []]); endmacro;"
-    "macro filter_max(v, case_sensitive=false, attribute=none) ="
-    " [x for k, x in sorted(keyed(v, attribute, case_sensitive), true)][0];"
-    "macro filter_min(v, case_sensitive=false, attribute=none) ="
-    " [x for k, x in sorted(keyed(v, attribute, case_sensitive), false)][0];"
+    "macro filter_max(v, case_sensitive=false, attribute=none) = filter_sort(v, true, case_sensitive, attribute)[0];"
+    "macro filter_min(v, case_sensitive=false, attribute=none) = filter_sort(v, false, case_sensitive, attribute)[0];"
     "macro filter_replace(v, old, new, count=none) ="
     " (v|string).replace(old|string, new|string, -1 if count is none else count);"
     "macro filter_reverse(v) = v[::-1] if v is string else stream((v|list)[::-1]);"
@@ -1852,7 +1872,7 @@ static const char prelude[] =
     "  set x = filter_round(v / 10 ** -precision) * 10 ** -precision;"
     "  return x|int if v is integer else x;"
     " endif;"
-    " return +v if v is integer or v is boolean else shaped('.' ~ precision, 'f', v)|float; endmacro;"
+    " return +v if v is integer or v is boolean else formed(v, '.' ~ precision ~ 'f')|float; endmacro;"
     "macro chosen(v, wanted, attribute, test, named);"
     " set f = builtin('is_' ~ test[0]) if test else map_copy;"
     " return stream([x for x in v or [] if (not f(path(x, attribute), *test[1:], **named)) != wanted]); endmacro;"
@@ -1888,14 +1908,24 @@ static const char prelude[] =
     " set all = [{k: 0} for k, x in pairs];"
     " return stream([pairs[i][1] for i in range(all|length) if all[i] not in all[:i]]); endmacro;"
     "macro filter_wordcount(v) = ''.join([c if c.isalnum() or c == '_' else ' ' for c in v|string]).split()|length;"
-    /* a text with \\x01 wherever a line may begin, as Python's textwrap has it, but for dashes and single letters */
+    /* as Python's textwrap has it, but for hyphens in words longer than a line: may one begin between these parts of a
+     * word? A hyphen needs two letters on each side, which another one may part; a longer dash stands by itself. */
+    "macro parted(a, b);"
+    " if (a[-1:] == '-') == (b[:1] == '-'); return false; endif;"
+    " set x, y = a.rstrip('-'), b.lstrip('-');"
+    " set near = x[-3:].replace('-', '', 1)[-2:] ~ y[:3].replace('-', '', 1)[:2];"
+    " set ends = (x[-1:] + 'a').strip('!\"\\'_&.,?') ~ y[:1].replace('_', 'a');"
+    " if '--' in [a[-2:], b[:2]]; return x and y and ends.isalnum(); endif;"
+    " return a[-1:] == '-' and near|length == 4 and near.replace('_', 'a').isalpha(); endmacro;"
+    /* a text with \\x01 wherever a line may begin */
     "macro words(v, hyphens);"
     " for c in v;"
-    "  set i = loop.index0;"
-    "  set hyphen = hyphens and v[i - 1:i] == '-' and v[i - 3:i - 1].isalpha() and v[i:i + 2].isalpha();"
-    "  write ('\\x01' if hyphen or v[i - 1:i] == '\\n' or v[i - 1:i] in '\\t ' and c not in '\\t \\n' else '') ~ c;"
+    "  set a = v[:loop.index0];"
+    "  set begins = a[-1:] == '\\n' or a[-1:] in '\\t ' and c not in '\\t \\n';"
+    "  write ('\\x01' if begins or hyphens and parted(a, v[loop.index0:]) else '') ~ c;"
     " endfor; endmacro;"
     "macro filter_wordwrap(v, width=79, break_long_words=true, wrapstring='\\n', break_on_hyphens=true);"
+    " write raise_exception('wordwrap() needs a width') if width < 1;"
     " for text in v.splitlines();"
     "  set ns = namespace(lines=[], line='');"
     "  for word in words(text, break_on_hyphens).split('\\x01');"
