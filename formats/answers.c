@@ -512,19 +512,21 @@ static void probe(const Chat *chat, Probe what, const char *effort, Marked *out)
     marked_add(out, "", 0, true);
 }
 
-/* Does a row read the known call, and nothing else, in what was rendered between question and result? */
-static bool reads_known(const Chat *chat, const Calls *row, const char *from, const char *to) {
+/* Does a row read the known call, and nothing else, in what was rendered between question and result? DeepSeek's
+ * templates leave a single one unclosed. */
+static bool reads_known(const Chat *chat, const Calls *row, const char *from, const char *to, bool unclosed) {
     const Reader any = {.chat = chat};
     const char *open = row->open ? row->open : (char[]){*row->call[0], 0};
     bool found = false;
     for (const char *s = from; !found && (s = strstr(s, open)) && s < to; s++) {
         LOCAL(conversation_free) Conversation calls = {0};
         const char *begin = s + (row->open ? strlen(open) : 0), *close = row->close ? strstr(begin, row->close) : to;
-        if (!close || close > to) continue;
+        if ((!close || close > to) && !unclosed) continue;
+        if (!close || close > to) close = to;
         const Bytes text = {.data = (char *)(uintptr_t)begin, .n = (size_t)(close - begin)};
         const size_t read = read_calls(&any, row, text, &calls);
         found = calls.messages == 1 && same(calls.message->recipient, "functions." FUNCTION) &&
-                same(calls.message->content.data, arguments) && (read == text.n || !row->close);
+                same(calls.message->content.data, arguments) && (read == text.n || close == to);
     }
     return found;
 }
@@ -537,8 +539,8 @@ static const Calls *find_calls(const Chat *chat) {
     probe(chat, CALLED, "medium", &text);
     for (from = next = text.text.data; (next = strstr(next, ASKED)); next++) from = next;
     if (from) to = strstr(from, RESULTED);
-    for (size_t i = 0; i < ROWS && to; i++)
-        if (reads_known(chat, rows + i, from, to)) return rows + i;
+    for (size_t i = 0; i < 2 * ROWS && to; i++)
+        if (reads_known(chat, rows + i % ROWS, from, to, i >= ROWS)) return rows + i % ROWS;
     for (size_t i = 0; i < ROWS; i++) {
         const size_t n = strcspn(rows[i].call[0], "%\n>");
         LocalText front = copy_text(rows[i].call[0], n && rows[i].call[0][n - 1] == '"' ? n - 2 : n);

@@ -128,7 +128,8 @@ static inline bool talker_open_row(Talker *m, const char *row, bool tokens) {
     cJSON_Delete(json);
     if (!m->tokenizer) return false;
     find_tokens(m);
-    m->chat = (Chat){.tokenizer = m->tokenizer, .template = "", .format = &templates, .name = row, .tools = true};
+    m->chat = (Chat){.tokenizer = m->tokenizer, .template = "", .name = row, .tools = true};
+    m->chat.format = m->chat.answer = &templates;
     for (int i = 0; i < CONTROLS; i++) m->chat.control[i] = -1;
     answers_use(&m->chat, row,
                 begins(row, "Mistral") ? "[THINK]"

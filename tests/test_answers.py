@@ -2,6 +2,7 @@
 as published ones do, each with an answer as the model gives it. unit.c reads more of them."""
 import json
 
+from test_chat import template_of
 from test_prompt import message, parse
 
 from helpers import PARROT, copy_model, each, ids_of, infer, read_json, same, write_json
@@ -112,6 +113,15 @@ def test_calls_as_the_template_writes_them(folder):
     each([(row, row, *case) for row, case in CALLS.items()]
          + [(f"{row}, without tokens", row, written, answer, []) for row, (written, answer, _) in CALLS.items() if row != "Kimi"],
          check)
+
+
+def test_calls_of_published_templates(folder):
+    """R1's leaves out what closes the calls behind a single one."""
+    def check(name, row, tokens):
+        same(facts(model(folder, template_of(name), tokens))[1], row, "calls")
+    marks = CALLS["DeepSeek"][2]
+    each([(name, row, tokens) for tokens in (marks, []) for name, row in (
+        ("DeepSeek V3.1", "DeepSeek V3.1"), ("DeepSeek R1", "DeepSeek"), ("Qwen3", "Hermes"))], check)
 
 
 def test_thoughts_as_the_template_writes_them(folder):

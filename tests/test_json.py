@@ -195,29 +195,40 @@ def test_calls_keep_their_schemas():
 
 
 def test_strict_calls_behind_a_preamble(folder):
-    """Whether the mark of a call is a token or spelled, what follows it keeps the schema, and no text has that mark."""
+    """Whether the mark of a call is a token or spelled, what follows it keeps the schema, and no text has that mark. Published
+    templates, and short ones of formats that have none here."""
     needs("serve", "formats", "families")
+    from test_answers import CALLS, TURNS
     from test_chat import speaker
     schema = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}, "b": {"enum": ["x", "y"]}},
               "required": ["a", "b"], "additionalProperties": False}
     ask = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 200,
            "tools": [{"type": "function", "function": {"name": "add", "description": "d", "parameters": schema, "strict": True}}]}
-    hermes = ["<tool_call>", '\n{"name": "add", "arguments": ', "", "}\n", "</tool_call>", "<|im_end|>"]
-    mistral = ["[TOOL_CALLS]", '[{"name": "add", "arguments": ', "", ', "id": "123456789"}]', "</s>"]
-    calls = {"Qwen2.5": hermes, "Qwen3": hermes, "Mistral Nemo": mistral}
+    hermes = ["<tool_call>", '\n{"name": "add", "arguments": ', "ARGUMENTS", "}\n", "</tool_call>", "<|im_end|>"]
+    mistral = ["[TOOL_CALLS]", '[{"name": "add", "arguments": ', "ARGUMENTS", ', "id": "123456789"}]', "</s>"]
+    calls = {"Qwen2.5": ("Qwen2.5", None, hermes), "Qwen3": ("Qwen3", None, hermes), "Mistral Nemo": ("Mistral Nemo", None, mistral)}
+    for row in ("DeepSeek V3.1", "DeepSeek", "Kimi", "Phi-4-mini", "Granite", "Mistral, named"):
+        written, answer, tokens = CALLS[row]
+        before, behind = re.split(r'{"place": ?"Bern"}', re.sub(r"\bf\b", "add", answer))
+        close = tokens[-1] if behind.endswith(tokens[-1]) else ""
+        said = [tokens[0], before.removeprefix(tokens[0]), "ARGUMENTS", behind.removesuffix(close), close, "<|im_end|>"]
+        calls[row] = "SmolLM2", TURNS.replace("CALLS", written).replace("BEGUN", ""), [text for text in said if text]
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = dict(zip([*plain, *(b for b in range(256) if b not in plain)], map(chr, [*plain, *range(256, 324)])))
 
-    def check(model, spelled, good):
-        said = [part or ('{"a": 5, "b": "x"}' if good else '{"a": 50, "b": "x"}') for part in calls[model]]
-        marks = [part for part in said if re.fullmatch(r"</?tool_call>|\[TOOL_CALLS]", part)]
+    def check(name, spelled, good):
+        model, template, said = calls[name]
+        marks = [part for part in (said[0], said[-2]) if re.fullmatch(r"[<[]\S+[]>]", part)]
+        said = [part.replace("ARGUMENTS", '{"a": 5, "b": "x"}' if good else '{"a": 50, "b": "x"}') for part in said]
         if spelled:
             said = [half for part in said for half in ((part[:5], part[5:]) if part in marks else (part,))]
-        made = speaker(model, folder, "I look. ", *said)
+        made = speaker(model, folder, "I look. ", *said, template=template)
         path = made / "tokenizer.json"
         tokenizer = json.loads(path.read_text())
         for token in tokenizer["added_tokens"]:  # what the model says is in its vocabulary
-            if token["content"] in said and token["content"] not in marks + said[-1:]:
-                tokenizer["model"]["vocab"][token["content"].replace(" ", "Ġ").replace("\n", "Ċ")] = token["id"]
-        kept = [t for t in tokenizer["added_tokens"] if t["content"] not in said or t["content"] in marks + said[-1:]]
+            if token["content"] in said and token["content"] not in {*marks, said[-1]}:
+                tokenizer["model"]["vocab"]["".join(map(letters.get, token["content"].encode()))] = token["id"]
+        kept = [t for t in tokenizer["added_tokens"] if t["content"] not in said or t["content"] in {*marks, said[-1]}]
         tokenizer["added_tokens"] = [t for t in kept if not (spelled and t["content"] in marks)]
         path.write_text(json.dumps(tokenizer))
         with Server(made, program=helpers.PLAIN) as s:
@@ -226,7 +237,8 @@ def test_strict_calls_behind_a_preamble(folder):
         for call in choice["message"].get("tool_calls") or []:
             expect(valid([(schema, call["function"]["arguments"])])[0], choice)
         expect(choice["finish_reason"] == "tool_calls" or not good, choice)
-    each([(model, spelled, good) for model in calls for spelled in (True, False) for good in (True, False)], check)
+    each([(name, spelled, good) for name in calls for spelled in (True, False) for good in (True, False)
+          if name != "Kimi" or not spelled], check)  # Kimi's calls are told by the tokens
 
 
 def test_client_libraries():
