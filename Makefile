@@ -85,7 +85,7 @@ $(BUILD)/cuda/gpu: $(call objects,cuda,$(TESTED) tests/gpu.c) $(BUILD)/cuda/infe
 # sed replaces what only nvcc can read: shared memory without a size, and <<<>>>.
 EMULATED_CUH   = extensions.cuh $(wildcard $(addsuffix /*.cuh,$(ROOMS)))
 EMULATED_FLAGS = -std=c++17 -O2 -g -fno-strict-aliasing -ffp-contract=off -w -MMD -MP -DCUDA_ARCHES='"emulated"' \
-          '-DPIECE_BYTES(bytes)=4096' -DGAP_BYTES=16ul -I$(BUILD)/emulated -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS))
+          '-DPIECE_BYTES(bytes)=4096' -DGAP_BYTES=16ul -DMAX_FLOAT_TOKENS=16 -DMAX_PEER_ROWS=100 -I$(BUILD)/emulated -I. -I$(CUDA_HOME)/include $(shell pkg-config --cflags libcjson) $(addprefix -DROOM_,$(ROOMS))
 AS_CPP  = -e 's/extern __shared__( __align__\([0-9]+\))? (\w+) (\w+)\[\];/\2 *\3 = (\2 *)emulated::shared;/' \
           -e 's/(\w+|\([^()]*\))<<<(.*)>>>\(/emulated::Launch{\2}(\1, /'
 $(BUILD)/emulated/gpu: $(call objects,emulated,$(TESTED) tests/gpu.c) \
@@ -191,8 +191,8 @@ docs: lesson-packages ## renders README and the notebooks, below build/docs
 LEARNER     = $(wildcard infer.h infer.c tokenizer.c sampling.h infer.cu)
 ROOT        = $(wildcard *.c *.h *.cu *.cuh)
 MAX_LEARNER = 4455
-MAX_ROOT    = 9258
-MAX_LINES   = 24461
+MAX_ROOT    = 9276
+MAX_LINES   = 24482
 MAX_ENTRIES = 36
 count: ## lines of each file
 	@wc -l $(COUNTED) | sort -n

@@ -43,7 +43,7 @@ static bool choose_card(Gpu *g, Error *e) {
     cudaDeviceProp card;
     cudaFuncAttributes code;
     CUDA(cudaGetDeviceProperties(&card, gpu));
-    g->sms = card.multiProcessorCount / g->work.link.sharing, g->shared = (int)card.sharedMemPerBlockOptin;
+    g->sms = card.multiProcessorCount / g->work.link.cards_on_gpu, g->shared = (int)card.sharedMemPerBlockOptin;
     if (!cudaFuncGetAttributes(&code, fill_cos_sin)) return g->launch_arch = code.ptxVersion, true;
     cudaGetLastError();
     return fail(
@@ -689,7 +689,7 @@ Gpu *open_card(const Model *m, const Limits *limits, const Link *link, int first
 bool prepare_card(Gpu *gpu, Error *e) { return !gpu->fast || fast::prepare(gpu, e); }
 
 static void *cuda_open(const Model *m, const Limits *limits, int *pages, Error *e) {
-    const Link alone = {1, 0, false, false, 1};
+    const Link alone = {1, 0, false, 1};
     if (limits->gpus) return fail(e, USAGE, "--gpus: this build has no gpus/, and runs on one GPU"), nullptr;
     Gpu *gpu = open_card(m, limits, &alone, 0, pages, e);
     if (!gpu || prepare_card(gpu, e)) return gpu;
@@ -743,8 +743,8 @@ bool draw_rows(Pass *a, Pending *p, Error *e) {
     for (int i = 0; i < a->rows; i += a->gpu->logit_rows) {
         const int n = std::min(a->gpu->logit_rows, a->rows - i);
         if (!a->has_logits && !head(a, i, n, e)) return false;
-        if (!gpus::share_logits(a, i, n, e)) return false;
-        for (int r = 0; r < n && a->keep; r++)
+        if (!gpus::gather_logits(a, i, n, e)) return false;
+        for (int r = 0; r < n && a->keep && !a->w.link.card; r++)
             if (a->batch->want[p->step.seq[p->step.row[i + r]]] >= WANT_LOGITS)
                 CUDA(cudaMemcpyAsync(p->logits + vocab * p->rows++, a->w.logits + vocab * r, vocab * sizeof(float),
                                      cudaMemcpyDeviceToHost, a->gpu->stream));
@@ -794,11 +794,12 @@ static int rows_to_keep(const Batch *b) {
         rows += b->want[i] == WANT_ALL_LOGITS ? b->first[i + 1] - b->first[i] : b->want[i] == WANT_LOGITS;
     return rows;
 }
-bool logits_fit(const Gpu *gpu, const Batch *b) { return rows_to_keep(b) <= gpu->pending[gpu->turn % 3].room; }
 bool reserve_logits(Gpu *gpu, const Batch *b, Error *e) {
     Pending &p = gpu->pending[gpu->turn % 3];
-    if (logits_fit(gpu, b)) return true;
-    p.room = std::max(rows_to_keep(b), 2 * p.room);
+    const int rows = rows_to_keep(b);
+    if (rows <= p.room || gpu->work.link.card) return true;
+    CUDA(cudaSetDevice(gpu->limits.gpu));
+    p.room = std::max(rows, 2 * p.room);
     cudaFreeHost(p.logits);
     CUDA(cudaMallocHost(&p.logits, (size_t)p.room * gpu->model.vocab * sizeof(float)));
     return true;
@@ -820,6 +821,7 @@ static bool cuda_submit(void *state, const Batch *b, Error *e) {
     CUDA(cudaEventRecord(p.begun, gpu->stream));
     if (!send_biases(gpu, b, (Bias *)(p.staged + gpu->step_bytes), e)) return false;
     gpu->decodes = gpu->has_decode && a.tokens <= MAX_DECODE;
+    if (gpu->decodes && gpu->rehearses) return true; /* prepare() has loaded it */
     if (gpu->decodes) {
         ok = fast::decode(&a, p.staged, e) && draw_rows(&a, &p, e);
     } else {
@@ -830,6 +832,7 @@ static bool cuda_submit(void *state, const Batch *b, Error *e) {
          * answers, and every number of streams has its own. */
         const int max_tokens = gpu->weight_bytes < (size_t)8 << 30 ? gpu->logit_rows : 2 * MAX_DECODE;
         bool whole = a.alone && a.rows == a.tokens && a.tokens <= max_tokens && !a.keep && !gpu->limits.tap;
+        if (gpu->rehearses) return forward(&a, e) && (!a.rows || head(&a, 0, std::min(a.rows, gpu->logit_rows), e));
         ok = whole ? run_graph(&a, &p, e) : forward(&a, e) && draw_rows(&a, &p, e);
     }
     if (!ok) return false;
@@ -849,7 +852,8 @@ static bool cuda_collect(void *state, Result *result, Error *e) {
     gpu->outstanding--;
     if (*gpu->work.late == LATE_MASK)
         return fail(e, GPU_FAULT, "a draw waited a second for the tokens that it may draw");
-    if (*gpu->work.late) return fail(e, GPU_FAULT, "GPU %d waited five seconds for another", gpu->limits.gpu);
+    if (*gpu->work.late)
+        return fail(e, GPU_FAULT, "GPU %d got no answer from another GPU: see nvidia-smi and dmesg", gpu->limits.gpu);
     *result = {p.token, p.logits, p.rows, ms / 1e3, 1, {ms / 1e3}};
     return true;
 }
@@ -859,6 +863,18 @@ static uint64_t cuda_experts_read(void *state) {
     unsigned long long read = 0;
     bool failed = cudaMemcpy(&read, gpu->work.experts_read, sizeof read, cudaMemcpyDeviceToHost);
     return failed ? 0 : read;
+}
+
+bool rehearse(Gpu *gpu, const Batch *b, Error *e) {
+    const uint64_t read = cuda_experts_read(gpu);
+    Tap *const tap = gpu->limits.tap;
+    gpu->limits.tap = NULL, gpu->rehearses = true;
+    const bool ok = cuda_submit(gpu, b, e);
+    gpu->limits.tap = tap, gpu->rehearses = false;
+    if (!ok) return false;
+    CUDA(cudaStreamSynchronize(gpu->stream));
+    CUDA(cudaMemcpy(gpu->work.experts_read, &read, sizeof read, cudaMemcpyHostToDevice));
+    return true;
 }
 
 static uint64_t cuda_weight_bytes(const Model *m) {

@@ -109,22 +109,24 @@ struct Step {
 /* Lays out a Step of `tokens` tokens from `base` on. The pages come last. */
 Step step_at(uint8_t *base, int tokens);
 
-/* The card's place among those that share a model (gpus/). Each has a part of the matrices, and what they add to the
+/* The card's place among those that share a model (gpus/). Each has a shard of the matrices, and what they add to the
  * residual stream is summed over all; x, norms and choices are the same on each. */
 struct Link {
     int cards, card;  /* how many; which one this is. Alone: 1, 0 */
-    bool peers, nccl; /* they reach each other's memory; NCCL makes the sums of many rows, or without peers all */
-    int sharing;      /* how many of them are this one GPU, as in tests; each has its part of the blocks */
-    int slot;         /* of two that sums, and draws, take in turn */
-    float *logits[MAX_GPUS];  /* each card's w.logits, in front of what follows: see on_card() */
-    unsigned long long *wide; /* sums: (2, cards - 1, wide_rows, dim / 2) pairs that the others send, of floats ... */
-    uint32_t *narrow;         /* ... or (2, cards - 1, max_tokens, dim / 2) of bf16 */
-    int wide_rows, rows;
-    int best_rows;                        /* as many as rows of logits */
-    unsigned long long *best;             /* (2, cards, best_rows) what the cards have drawn */
-    unsigned long long *met, *meetings;   /* (cards) meetings that each card has come to; (1) this one */
-    unsigned long long *middle, *experts; /* fast/: (2, MAX_DECODE, dim / 2) pairs; (2, MAX_DECODE, dim) counted sums */
-    float *sum;                           /* (tokens, dim) for NCCL */
+    bool peers;       /* they reach each other's memory */
+    int cards_on_gpu; /* tests run several on one GPU; each has its part of the blocks */
+    void *comm;       /* NCCL's communicator, where it is needed: for sums of many rows or, without peers, for all */
+    bool rounds;      /* sums of many rows are sent as bf16 */
+    int *dead;        /* 1: another card has failed */
+    int parity;       /* which of two inboxes is in use; -1: NCCL has made the sum */
+    float *logits[MAX_GPUS]; /* each card's w.logits, in front of what follows: see on_card() */
+    uint8_t *inbox;          /* (2, inbox_bytes) for partial sums: (cards - 1, rows, dim / 2) pairs */
+    size_t inbox_bytes;
+    unsigned long long *decode_o, *decode_down; /* fast/: (2, MAX_DECODE, dim / 2) pairs; (2, MAX_DECODE, dim) sums */
+    int key_rows;
+    unsigned long long *keys;               /* (2, cards, key_rows) what the cards have drawn */
+    unsigned long long *arrived, *barriers; /* (cards) barriers that each card has come to; (1) this one */
+    float *reduced;                         /* (tokens, dim) for NCCL */
 };
 
 struct Job { /* choices order[first .. first + n) belong to this expert */
@@ -223,8 +225,8 @@ struct Gpu {
     Pending pending[3]; /* [turn % 3] is next; the one before the oldest outstanding holds the last result */
     unsigned turn = 0;
     int outstanding = 0;
-    unsigned sums = 0;        /* over all cards, so far */
-    void *nccl = NULL;        /* its communicator, where the cards need it */
+    unsigned reductions = 0;  /* sums over all cards, so far */
+    bool rehearses = false;   /* see rehearse() */
     fast::State *fast = NULL; /* the annex, or NULL */
     bool has_decode = false;  /* it computes this model's decode steps ... */
     bool decodes = false;     /* ... and this step, except embedding and draw */
@@ -290,23 +292,26 @@ void close(Gpu *gpu);
 bool decode(Pass *a, uint8_t *staged, Error *e);
 } // namespace fast
 
-/* Several cards, gpus/. plan: lays out Link, behind w.logits. begin_sum: before a kernel that calls add_cards(), whose
- * arguments it may change. share_logits: before a draw; all logits of n rows are on each card then, or what each has
- * drawn from its own is compared. */
+/* Several cards, gpus/. plan: lays out Link, behind w.logits. begin_sum: in front of a kernel that calls all_reduce(),
+ * whose arguments it may change. gather_logits: before a draw; then all logits of n rows are on each card, or draw()
+ * compares what each has drawn from its own. */
 namespace gpus {
 void plan(Gpu *gpu, Plan *p);
 bool begin_sum(const Pass *a, Work *w, int *top_k, const float **weights, Error *e);
-bool share_logits(Pass *a, int first, int n, Error *e);
-/* to (n) = the sum of all cards' `from`, by NCCL. */
-bool nccl_sum(const Gpu *gpu, const float *from, float *to, size_t n, Error *e);
+bool gather_logits(Pass *a, int first, int n, Error *e);
+bool load_draws(Error *e); /* what rehearse() leaves out */
+/* to (n) = the sum of all cards' `from`. */
+bool nccl_all_reduce(const Gpu *gpu, const float *from, float *to, size_t n, Error *e);
 } // namespace gpus
 
 /* For gpus/: one card, and how it opens a model, or a part of it. prepare_card comes once all cards are open. */
 extern const Backend one_card;
 Gpu *open_card(const Model *m, const Limits *limits, const Link *link, int first_id, int *pages, Error *e);
 bool prepare_card(Gpu *gpu, Error *e);
-/* Pinned memory for the logits that a batch requests: whether it is there; submit takes it too. */
-bool logits_fit(const Gpu *gpu, const Batch *b);
+/* Computes a step without sums over all cards, draws and taps, so that what CUDA and cuBLAS load for it is there: to
+ * load, they may wait for all cards, and so must not while one waits for another. */
+bool rehearse(Gpu *gpu, const Batch *b, Error *e);
+/* Takes pinned memory for the logits that a batch requests; submit calls it, too. */
 bool reserve_logits(Gpu *gpu, const Batch *b, Error *e);
 
 /* Describes a CUDA error in *e, with its exit code; always false. */

@@ -38,11 +38,11 @@ void plan_latent(Gpu *, Plan *, size_t *, size_t *) {}
 #endif
 
 #ifdef ROOM_gpus
-#include "gpus/cards.cuh"
+#include "gpus/backend.cuh"
 #else
 namespace gpus {
 void plan(Gpu *, Plan *) {}
-bool nccl_sum(const Gpu *, const float *, float *, size_t, Error *) { return false; }
+bool nccl_all_reduce(const Gpu *, const float *, float *, size_t, Error *) { return false; }
 } /* namespace gpus */
 const Backend cuda = one_card;
 #endif
@@ -57,21 +57,18 @@ cudaError_t decode_matrix(const Gpu *, const Matrix &, bf16 *) { return cudaErro
 #endif
 
 #ifdef ROOM_gpus
-#include "gpus/sum.cuh"
+#include "gpus/all_reduce.cuh"
 constexpr int DECODE_CARDS = 2; /* on so many cards the annex computes decode steps */
 #else
+__device__ inline void all_reduce(const Work &, Pairs &) {}
+__device__ inline unsigned long long largest_key(const Work &, int, unsigned long long mine) { return mine; }
+__device__ inline float2 add_other_card(const Work &, unsigned long long *, float2 mine) { return mine; }
+__device__ inline void send_count(const Work &, unsigned long long *, unsigned long long) {}
+__device__ inline unsigned long long receive_count(const Work &, unsigned long long *) { return 0; }
 constexpr int DECODE_CARDS = 1;
-struct Wide { /* not called */
-    __device__ static unsigned long long pack(float2);
-    __device__ static float2 unpack(unsigned long long);
-};
-template <class Word> __device__ void give(const Work &, Word *, Word);
-template <class Word> __device__ Word take(const Work &, Word *, Word);
-__device__ inline void add_cards(const Work &, Pairs &) {}
-__device__ inline unsigned long long best_of_cards(const Work &, int, unsigned long long mine) { return mine; }
 namespace gpus {
 bool begin_sum(const Pass *, Work *, int *, const float **, Error *) { return true; }
-bool share_logits(Pass *a, int, int, Error *) { return true; }
+bool gather_logits(Pass *, int, int, Error *) { return true; }
 } /* namespace gpus */
 #endif
 

@@ -256,7 +256,7 @@ typedef struct {                                 /* matrices that are not plain 
 extern const Packing *const packings[]; /* the first that binds counts; extensions.c */
 
 /* Can several GPUs share the model (gpus/)? NULL: the room is not there. */
-extern bool (*const divides)(const Model *m, int gpus);
+extern bool (*const can_share)(const Model *m, int gpus);
 uint64_t linear_bytes(const Linear *w); /* of its weights as encoded and their grids; 0 if it is absent */
 /* Bytes that a decode step reads for `streams` texts of `depth` tokens each: the head and the layers' matrices, but
  * only `experts` experts of a layer, and the keys and values that each text attends to. */

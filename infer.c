@@ -877,8 +877,7 @@ static const Option play_options[] = {
 
 const Option load_options[] = {
     {0, "gpu", "N", WHOLE, &load.gpu, 0, MAX_GPUS - 1, "0", "which GPU, or the first of several"},
-    {0, "gpus", "N|LIST", TEXT, &load.gpus,
-     .help = "how many GPUs share the model, or which: 0,3 (as many as it needs)"},
+    {0, "gpus", "N|LIST", TEXT, &load.gpus, .help = "number of GPUs, or a list like 0,3 (as many as the model needs)"},
     {0, "plain", NULL, SWITCH, &load.plain, .help = "use the plain kernels only, even where fast ones exist"},
     {0}};
 

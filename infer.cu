@@ -656,8 +656,8 @@ __global__ void __launch_bounds__(ROUTE_WARPS * 32) route(Work w, Router r, int 
         sort_choices(w, tokens * w.top_k, job_size, counts, counts + w.n_experts);
 }
 
-/* The sum over all cards, a block a row (gpus/). */
-__device__ inline void add_cards(const Work &w, Pairs &sum);
+/* sum = the sum over all cards, a block a row (gpus/). */
+__device__ inline void all_reduce(const Work &w, Pairs &sum);
 
 /* sum += the results in w.down: those of top_k experts, by weight in the order of choice. With weights NULL and top_k 1
  * there is one, of attention or a dense layer. */
@@ -678,7 +678,7 @@ __device__ inline void add_results(const Work &w, Pairs &x, int top_k, const flo
     Pairs sum = {};
     load_pairs(x, w.x + (size_t)blockIdx.x * w.dim, w.dim);
     sum_results(w, sum, top_k, weights);
-    if (w.link.cards > 1) add_cards(w, sum);
+    if (w.link.cards > 1) all_reduce(w, sum);
     if (post) {
         const float factor = rms_factor(w, sum);
         const float2 *weight = (const float2 *)post;
@@ -1138,7 +1138,7 @@ __global__ void __launch_bounds__(1024) filter(Work w, Step s) {
 }
 
 /* The largest key that any card has drawn for a row (gpus/); one thread calls it. */
-__device__ inline unsigned long long best_of_cards(const Work &w, int row, unsigned long long mine);
+__device__ inline unsigned long long largest_key(const Work &w, int row, unsigned long long mine);
 
 /* Draws a token for each row (blockIdx.y): the largest scaled logit plus noise, over all blocks. The block that
  * finishes last stores it. A NaN beats everything. */
@@ -1176,7 +1176,7 @@ __global__ void __launch_bounds__(1024) draw(Work w, Step s, bool filtered) {
     if (threadIdx.x == 0) atomicMax(&w.best[row], mine);
     if (!last_block(w.drawing + row, gridDim.x) || threadIdx.x) return;
     mine = atomicExch(&w.best[row], 0);
-    if (w.ids < w.vocab) mine = best_of_cards(w, row, mine);
+    if (w.ids < w.vocab) mine = largest_key(w, row, mine);
     int token = mine == ~0ull ? DREW_NAN : draw_id(mine);
     w.drawn[s.slot[seq]] = token;                  /* for the next step */
     w.result[s.header[1] * w.slots + seq] = token; /* for the host: cuda_collect() in card.cu */

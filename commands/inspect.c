@@ -63,7 +63,7 @@ static void add_memory(cJSON *out, const Model *m, int context) {
     Devices d = {0};
     Bytes gpus = {0};
     for (int n = 1; n <= MAX_GPUS; n++)
-        if (n == 1 || (divides && divides(m, n))) bytes_print(&gpus, "%s%d", gpus.n ? ", " : "", n);
+        if (n == 1 || (can_share && can_share(m, n))) bytes_print(&gpus, "%s%d", gpus.n ? ", " : "", n);
     backend->describe(&d);
     json_add(out, "cache_bytes_per_token", json_number(token), "gpu_weight_bytes", json_number(weights), "cache_bytes",
              json_number(token * context), "work_bytes", json_number(2e9), "gpu_bytes",
@@ -76,10 +76,10 @@ static void add_memory(cJSON *out, const Model *m, int context) {
     }
     double room = (double)d.gpu[0].free, fits = fmin(fmax(floor((room - fixed) / token / PAGE) * PAGE, 0), m->context);
     if (!d.gpu[0].usable) fits = 0;
-    int share = 0; /* how many GPUs like this one the whole context needs */
-    for (int n = 2; n <= MAX_GPUS && !share && divides; n++)
-        if (divides(m, n) && weights / n + 2e9 + token * context <= room) share = n;
-    LocalText cure = share      ? text_print("--gpus %d", share)
+    int needed = 0; /* GPUs, if one has no room for the whole context */
+    for (int n = 2; n <= d.gpus && !needed && can_share && fits < context; n++)
+        if (can_share(m, n) && weights / n + 2e9 + token * context <= room) needed = n;
+    LocalText cure = needed     ? text_print("--gpus %d", needed)
                      : fits > 0 ? text_print("--ctx %.0f fits here", fits)
                                 : text_print("a GPU with %s free", SIZE((uint64_t)(fixed + token * PAGE)));
     json_add(out, "gpu_bytes_total", json_number((double)d.gpu[0].total), "gpu_bytes_free", json_number(room),

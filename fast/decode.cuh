@@ -696,10 +696,11 @@ template <bool producing, int max_tokens, int cards> struct DecodeBlock {
                 int i = tile * BF16_ROWS + 2 * p, r = row_of_block<BF16>(i);
                 if (r >= w.dim) return;
                 const LayerBuffers now = buffers(w.layer), before = buffers(w.layer - 1);
-                float mine[2] = {bias[i] + a, bias[i + 1] + b};
-                if constexpr (cards > 1) add_other_card(mine, t, r);
+                float2 sum = {bias[i] + a, bias[i + 1] + b};
+                if constexpr (cards > 1) /* the same blocks of both compute all of x */
+                    sum = add_other_card(w, w.link.decode_o + (box(t) + r) / 2, sum);
                 for (int j = 0; j < 2; j++) {
-                    float x = own[t * rows + i + j] += mine[j];
+                    float x = own[t * rows + i + j] += j ? sum.y : sum.x;
                     write(now.middle + (size_t)t * w.dim + r + j, x);
                     if (!single) store_normed(next, t, r + j, x * norm[i + j]);
                 }
@@ -707,13 +708,6 @@ template <bool producing, int max_tokens, int cards> struct DecodeBlock {
                     if (single) *(uint2 *)(values + r) = make_uint2(UNPUBLISHED, UNPUBLISHED);
             });
         if (!producing) add_to_router(l);
-    }
-    /* Two cards add their parts of rows r and r + 1 of a token's x. Both compute all of x, in the same blocks. */
-    __device__ void add_other_card(float (&x)[2], int t, int r) const {
-        unsigned long long *box = w.link.middle + ((w.layer % 2 * MAX_DECODE + t) * w.dim + r) / 2;
-        give(w, box, Wide::pack({x[0], x[1]}));
-        const float2 other = Wide::unpack(take(w, box, ~0ull));
-        x[0] += other.x, x[1] += other.y;
     }
     /* Except for the norm's factor the router's logits are linear in x. So each block adds the contribution of its rows
      * of x to them, and publishes the sum of their squares. */
@@ -1056,7 +1050,8 @@ template <bool producing, int max_tokens, int cards> struct DecodeBlock {
             unsigned long long mine =
                 (1ull << COUNT_BIT) + (fabsf(quanta) < bad / (2 * w.top_k) ? __float2ll_rn(quanta) : bad);
             total[i] = atomicAdd(sum + i, mine) + mine;
-            if (cards > 1 && count_of(total[i]) == w.top_k) give(w, sums_box(t, r + i), total[i]);
+            if (cards > 1 && count_of(total[i]) == w.top_k)
+                send_count(w, w.link.decode_down + box(t) + r + i, total[i]);
         }
 #pragma unroll
         for (int i = 0; i < 2 && ends; i++) {
@@ -1068,22 +1063,21 @@ template <bool producing, int max_tokens, int cards> struct DecodeBlock {
         }
     }
 
-    __device__ unsigned long long *sums_box(int t, int r) const {
-        return w.link.experts + (w.layer % 2 * MAX_DECODE + t) * w.dim + r;
-    }
+    /* Two cards' inboxes alternate by layer. */
+    __device__ int box(int t) const { return (w.layer % 2 * MAX_DECODE + t) * w.dim; }
     /* A row's whole sum, with the other card's. */
     __device__ float value_of_sum(unsigned long long total, int t, int r) const {
         const long long bad = (1ll << (COUNT_BIT - 2)) / w.top_k;
         long long all = value_of(total);
         bool good = llabs(all) < bad / 2;
         if constexpr (cards > 1) {
-            const long long other = value_of(take(w, sums_box(t, r), 0ull));
+            const long long other = value_of(receive_count(w, w.link.decode_down + box(t) + r));
             good &= llabs(other) < bad / 2, all += other;
         }
         return good ? (float)all * EXPERT_QUANTUM : NAN;
     }
-    /* With several tokens on two cards a block that waits for the other card's sum might have to add to another sum
-     * first, for which that card waits. So the blocks take a share of all sums each, once they have added to all. */
+    /* With several tokens on two cards, to wait in add_expert() could be for ever: the other card may wait for what
+     * this block adds next. So all add first, and then divide the sums among them. */
     __device__ void end_sums(const Next &next) const {
 #pragma unroll 1
         for (int i = block * CONSUMERS + ring.thread; i < tokens * w.dim; i += blocks * CONSUMERS) {

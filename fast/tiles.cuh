@@ -863,7 +863,8 @@ Way way_of(const Pass *a, const Matrix &m) {
     if (m.type == F32) return BLAS;
     if (m.type == MXFP4) return tokens <= MAX_DECODE ? STREAMED : TILED;
     if (!is_coded(m.type)) { /* if all matrices are small, streaming also saves the kernels for norms and activations */
-        const size_t size = std::max(m.bytes, a->gpu->fast->largest);
+        /* several cards, whose largest may differ, choose alike for the router */
+        const size_t size = a->w.link.cards > 1 ? m.bytes : std::max(m.bytes, a->gpu->fast->largest);
         const int limit = m.bytes > LARGE ? MAX_DECODE : size > 2 * SMALL ? 32 : size > SMALL ? 24 : 64;
         return tokens <= limit ? STREAMED : BLAS;
     }

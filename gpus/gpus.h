@@ -1,6 +1,6 @@
-/* gpus.h: a model's part for each of several GPUs (tensor parallelism: Shoeybi et al., "Megatron-LM", 2019). Matrices
- * that read the residual stream are cut by rows: a GPU has some heads, some rows of gate and up, of the head. Matrices
- * that add to it are cut by columns, so that each GPU adds a part of the sum. The rest is whole on each. */
+/* gpus.h: tensor parallelism (Shoeybi et al., "Megatron-LM", 2019). Each card holds whole heads, some rows of gate and
+ * up, and some rows of the vocabulary's head. o and down are cut by columns: each card computes a partial sum. The rest
+ * is copied to every card. */
 #ifndef GPUS_H
 #define GPUS_H
 
@@ -11,22 +11,27 @@ extern "C" {
 #endif
 
 enum {
-    MOST_WIDE = 64,  /* tokens whose sums travel as floats; those of more as bf16, if the weights are read as bf16 */
-    MOST_SENT = 8192 /* rows times peers that a kernel sends itself; of more NCCL's rings carry less, if it is there */
+    CARD_SECONDS = 60
+}; /* that a card waits for another; a stopped process (Ctrl+Z) may have launched only one's step */
+#ifndef MAX_FLOAT_TOKENS /* tests take fewer, so that few tokens go both ways */
+enum {
+    MAX_FLOAT_TOKENS = 64, /* steps of up to so many tokens send sums as floats, larger ones as bf16 if weights allow */
+    MAX_PEER_ROWS = 8192   /* rows times peers that our kernel sends; above it NCCL's ring moves fewer bytes */
 };
+#endif
 
 typedef struct {
-    Model model;    /* with this GPU's heads and rows; its vocabulary is whole */
-    int first_id;   /* of the rows of the head that are here; how many: model.head.rows */
-    Layer *layer;   /* model's */
-    Stored *stored; /* the matrices of all its Linears */
-} ModelPart;
+    Model model;  /* with this card's heads and rows; its vocabulary is whole */
+    int first_id; /* of the head's rows that are here: model.head.rows of them */
+    Layer *layer; /* model's; the matrices of all its Linears */
+    Stored *stored;
+} Shard;
 
-/* The part of number `gpu` of `gpus`. USAGE if the model cannot be cut so; the error says into how many it can.
- * model_part_free() ends the part, not what it shares with the model. */
-bool model_part(const Model *m, int gpu, int gpus, ModelPart *part, Error *e);
-void model_part_free(ModelPart *part);
-bool can_be_cut(const Model *m, int gpus);
+/* Shard number `card` of `cards`. USAGE if the model cannot be cut so; the error says which numbers can. shard_free()
+ * leaves what the shard shares with the model. */
+bool shard_model(const Model *m, int card, int cards, Shard *shard, Error *e);
+void shard_free(Shard *shard);
+bool can_shard(const Model *m, int cards);
 
 #ifdef __cplusplus
 }

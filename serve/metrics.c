@@ -93,7 +93,8 @@ void metrics(Request *q) {
     put_number(out, "cache_pages_used", now->pages - now->idle, "Pages of the cache that answers use.");
     put_number(out, "cache_pages_kept", now->kept, "Pages of the cache that are kept for prompts that begin alike.");
     put_number(out, "cache_pages", now->pages, "Pages of the cache.");
-    put_head(out, "gpu_seconds_total", "counter", "Seconds that each GPU has computed.");
+    put_head(out, "gpu_seconds_total", "counter",
+             "Seconds of steps by GPU, in the order of --gpus; waiting for the others counts.");
     for (int i = 0; i < now->gpus; i++) bytes_print(out, "infer_gpu_seconds_total{gpu=\"%d\"} %.6f\n", i, now->busy[i]);
     put_histogram(out, "queue_seconds", &server.queued, "From a request to the first step with its prompt.");
     put_histogram(out, "time_to_first_token_seconds", &server.to_first_token, "From a request to the first token.");

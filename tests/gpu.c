@@ -854,7 +854,7 @@ static void each_cudamalloc_may_fail(void) {
         for (bool more = true; more && failed < 1000; failed++) {
             Error e = {0};
             int pages = 2;
-            Limits limits = {.context = 128, .max_seqs = 1, .max_tokens = 16};
+            Limits limits = {.context = 128, .max_seqs = 1, .max_tokens = 16, CARDS};
             mallocs_until_failure = failed;
             void *state = cuda.open(&streams.c.model, &limits, &pages, &e);
             more = mallocs_until_failure < 0 && !state;

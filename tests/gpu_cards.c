@@ -15,7 +15,7 @@ static void fixtures_on_cards(void) {
         Checkpoint c;
         at(fixtures[i]);
         trace_golden(fixtures[i], &golden, &ids, &c);
-        const bool can = can_be_cut(&c.model, cards);
+        const bool can = can_shard(&c.model, cards);
         if (can) cards_pass(fixtures[i], &c.model, &golden, ids.data, ids.n);
         cut += can;
         trace_free(&golden);
@@ -40,7 +40,7 @@ static void encoding_on_cards(const char *path) {
     if (n > (size_t)c.model.context) n = (size_t)c.model.context;
     if (c.model.n_experts > 1) n = 16;
     trace_run(&golden, &reference, &c.model, ids, n, 0);
-    if (can_be_cut(&c.model, cards))
+    if (can_shard(&c.model, cards))
         cards_pass(path, &c.model, &golden, ids, n);
     else
         printf("  %s cannot be cut\n", path);
@@ -109,6 +109,32 @@ static void cards_long(void) {
 
 #if EMULATED
 extern int emulated_peers, emulated_dead;
+extern size_t emulated_memory;
+/* Without --gpus a model that has no room on one card goes to two. */
+static void as_many_as_it_needs(void) {
+    char where[64];
+    Limits limits = {.context = 64, .max_seqs = 1, .max_tokens = 16, .gpus = "1", .where = where};
+    Checkpoint c;
+    Error e;
+    size_t fails = 0, opens = emulated_memory;
+    must(checkpoint_open(&c, "tests/fixtures/true_heads", &e), &e);
+    while (opens - fails > 1) { /* what one card needs, to the byte */
+        int pages = 1;
+        emulated_memory = (opens + fails) / 2;
+        void *state = cuda.open(&c.model, &limits, &pages, &e);
+        *(state ? &opens : &fails) = emulated_memory;
+        if (state) cuda.close(state);
+    }
+    for (int i = 0; i < 2; i++) {
+        int pages = 1;
+        emulated_memory = i ? opens : fails, limits.gpus = NULL;
+        void *state = cuda.open(&c.model, &limits, &pages, &e);
+        check(state && begins(where, i ? "GPU 0 (" : "2 GPUs, each as GPU 0 ("), "%s", state ? where : e.text);
+        if (state) cuda.close(state);
+    }
+    emulated_memory = (size_t)4 << 30;
+    checkpoint_close(&c);
+}
 /* A card that dies ends the others within ten seconds. */
 static void a_card_dies(void) {
     const int ids[2] = {3, 5};
@@ -138,13 +164,32 @@ static void without_peer_access(void) {
 }
 #endif
 
+/* --gpus: what is not a number of cards or a list of those that are there is refused. */
+static void lists_are_read(void) {
+    static const struct {
+        const char *list;
+        int code;
+    } bad[] = {{"x", USAGE},  {"", USAGE},     {"1,1", USAGE},   {"17", NO_GPU},          {"0,", USAGE},
+               {",1", USAGE}, {"0,-1", USAGE}, {"0,99", NO_GPU}, {"3,4294967296", USAGE}};
+    Checkpoint c;
+    Error e = {0};
+    must(checkpoint_open(&c, "tests/fixtures/true_heads", &e), &e);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        int pages = 1;
+        const Limits limits = {.context = 64, .max_seqs = 1, .max_tokens = 16, .gpus = bad[i].list};
+        check(!cuda.open(&c.model, &limits, &pages, &e) && e.code == bad[i].code, "'%s': %d %s", bad[i].list, e.code,
+              e.text);
+    }
+    checkpoint_close(&c);
+}
+
 /* Where three cards do not divide a model, the error says what does; where they do, they agree with the reference. */
 static void three_cards(void) {
-    ModelPart part;
+    Shard part;
     Checkpoint c;
     Error e;
     must(checkpoint_open(&c, "tests/fixtures/true_heads", &e), &e);
-    check(!model_part(&c.model, 0, 3, &part, &e) && e.code == USAGE && strstr(e.text, "1, 2:"), "%s", e.text);
+    check(!shard_model(&c.model, 0, 3, &part, &e) && e.code == USAGE && strstr(e.text, "can be 1, 2"), "%s", e.text);
     checkpoint_close(&c);
 #ifdef ROOM_commands
     int ids[40];
@@ -172,7 +217,9 @@ static void cards_tests(void) {
 #if EMULATED
     run("gpus: fixtures at every stage on 2 without peer access", without_peer_access);
     run("gpus: a card that dies ends the others", a_card_dies);
+    run("gpus: as many as the model needs", as_many_as_it_needs);
 #endif
+    run("gpus: lists are read", lists_are_read);
     cards = 3;
     if (there > 2) run("gpus: fixtures on 3", three_cards);
     cards = 4;

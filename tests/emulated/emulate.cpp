@@ -33,22 +33,23 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
 }
 cudaError_t cudaDriverGetVersion(int *v) { return *v = 13000, cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int *v) { return *v = 13000, cudaSuccess; }
-static std::atomic<size_t> taken; /* bytes */
+size_t emulated_memory = (size_t)4 << 30; /* bytes of a card */
+static std::atomic<size_t> taken[4];
 cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
-    *total = (size_t)4 << 30, *free = *total - taken;
+    *total = emulated_memory, *free = *total - taken[device];
     return cudaSuccess;
 }
-/* The size of each allocation lies in front of it. */
+/* The size of each allocation, and its card, lie in front of it. */
 cudaError_t cudaMalloc(void **p, size_t n) {
     size_t *all = (size_t *)aligned_alloc(1024, (n + 2047) / 1024 * 1024);
     if (!all) return cudaErrorMemoryAllocation;
-    taken += *all = n;
+    taken[device] += all[0] = n, all[1] = (size_t)device;
     return *p = (char *)all + 1024, cudaSuccess;
 }
 cudaError_t cudaFree(void *p) {
     size_t *all = p ? (size_t *)((char *)p - 1024) : NULL;
     finish();
-    if (all) taken -= *all;
+    if (all) taken[all[1]] -= all[0];
     return free(all), cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void **p, size_t n, unsigned) {
@@ -69,7 +70,8 @@ cudaError_t cudaDeviceSynchronize() { return finish(), cudaSuccess; }
 cudaError_t cudaEventCreate(cudaEvent_t *e) { return *e = (cudaEvent_t)malloc(1), cudaSuccess; }
 cudaError_t cudaEventDestroy(cudaEvent_t e) { return free(e), cudaSuccess; }
 cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaEventSynchronize(cudaEvent_t) { return finish(), cudaSuccess; }
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return finish(), emulated_lives() ? cudaSuccess : cudaErrorUnknown; }
+cudaError_t cudaEventQuery(cudaEvent_t) { return finish(), cudaSuccess; }
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent_t) { return *ms = 1, cudaSuccess; }
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
