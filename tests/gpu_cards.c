@@ -169,7 +169,7 @@ static void lists_are_read(void) {
     static const struct {
         const char *list;
         int code;
-    } bad[] = {{"x", USAGE},  {"", USAGE},     {"1,1", USAGE},   {"17", NO_GPU},          {"0,", USAGE},
+    } bad[] = {{"x", USAGE},  {"", USAGE},     {"1,1", USAGE},   {"17", NO_GPU},         {"0,", USAGE},
                {",1", USAGE}, {"0,-1", USAGE}, {"0,99", NO_GPU}, {"3,4294967296", USAGE}};
     Checkpoint c;
     Error e = {0};
