@@ -832,7 +832,12 @@ static bool cuda_submit(void *state, const Batch *b, Error *e) {
          * answers, and every number of streams has its own. */
         const int max_tokens = gpu->weight_bytes < (size_t)8 << 30 ? gpu->logit_rows : 2 * MAX_DECODE;
         bool whole = a.alone && a.rows == a.tokens && a.tokens <= max_tokens && !a.keep && !gpu->limits.tap;
-        if (gpu->rehearses) return forward(&a, e) && (!a.rows || head(&a, 0, std::min(a.rows, gpu->logit_rows), e));
+        if (gpu->rehearses) {
+            ok = forward(&a, e);
+            for (int i = 0; i < a.rows; i += gpu->logit_rows)
+                ok = ok && head(&a, i, std::min(gpu->logit_rows, a.rows - i), e);
+            return ok;
+        }
         ok = whole ? run_graph(&a, &p, e) : forward(&a, e) && draw_rows(&a, &p, e);
     }
     if (!ok) return false;

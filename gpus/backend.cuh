@@ -85,7 +85,7 @@ struct Cards {
     std::vector<Rank> rank;
     pthread_barrier_t everybody, ranks;        /* `everybody` counts the caller's thread */
     std::function<bool(Rank &, Error *)> task; /* what all do now; none: they end */
-    std::set<int> known; /* numbers of tokens, as cuBLAS takes them for alike, of steps that were rehearsed */
+    std::set<std::pair<int, int>> known;       /* tokens and rows of logits of steps that were rehearsed */
     std::atomic<bool> failed{false};
     Error error;
 
@@ -279,11 +279,16 @@ static bool step(Cards *cards, std::function<bool(Rank &, Error *)> what, Error 
     if (cards->rank.size() > 1) e->code = GPU_FAULT;
     return false;
 }
+/* cuBLAS takes similar numbers of tokens for the same. */
+static int like(int n) { return n <= MAX_DECODE ? n : (n + 31) / 32 * 32; }
 static bool submit(void *state, const Batch *b, Error *e) {
     Cards *cards = (Cards *)state;
     /* To free memory CUDA waits for cards, and a card that has begun waits for others: so it comes first. */
-    const int tokens = b->first[b->seqs], like = tokens <= MAX_DECODE ? tokens : (tokens + 31) / 32 * 32;
-    const bool rehearsed = cards->rank.size() == 1 || !cards->known.insert(like).second;
+    const int tokens = b->first[b->seqs];
+    int rows = 0;
+    for (int i = 0; i < b->seqs; i++)
+        rows += b->want[i] == WANT_ALL_LOGITS ? b->first[i + 1] - b->first[i] : b->want[i] != WANT_NOTHING;
+    const bool rehearsed = cards->rank.size() == 1 || !cards->known.insert({like(tokens), like(rows)}).second;
     return reserve_logits(cards->rank[0].gpu, b, e) &&
            (rehearsed || step(
                              cards, [=](Rank &r, Error *e) { return rehearse(r.gpu, b, e); }, e)) &&
