@@ -163,10 +163,14 @@ static inline uint64_t trace_experts(const Trace *t, size_t rows) {
     return n;
 }
 
-static bool plain;    /* Limits.plain of every engine that a test opens */
+static bool plain; /* Limits.plain of every engine that a test opens */
+#ifdef ROOM_gpus
 static int cards = 1; /* and Limits.gpus */
 static bool one_gpu;  /* which the cards are, where there are no more */
 #define CARDS .gpus = (const char *[]){"1", one_gpu ? "0,0" : "0,1", "0,1,2", "0,1,2,3"}[cards - 1]
+#else
+#define CARDS .gpus = NULL
+#endif
 
 /* Runs tokens at .. end - 1 of a text behind those before them, which the cache holds. Nothing else may use the engine:
  * the text has the pages 0, 1, ... */
