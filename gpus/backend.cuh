@@ -283,19 +283,18 @@ static bool step(Cards *cards, std::function<bool(Rank &, Error *)> what, Error 
 static int like(int n) { return n <= MAX_DECODE ? n : (n + 31) / 32 * 32; }
 static bool submit(void *state, const Batch *b, Error *e) {
     Cards *cards = (Cards *)state;
-    /* To free memory CUDA waits for cards, and a card that has begun waits for others: so it comes first. */
     const int tokens = b->first[b->seqs];
     int rows = 0;
     for (int i = 0; i < b->seqs; i++)
         rows += b->want[i] == WANT_ALL_LOGITS ? b->first[i + 1] - b->first[i] : b->want[i] != WANT_NOTHING;
     const bool rehearsed = cards->rank.size() == 1 || !cards->known.insert({like(tokens), like(rows)}).second;
-    return reserve_logits(cards->rank[0].gpu, b, e) &&
-           (rehearsed || step(
-                             cards, [=](Rank &r, Error *e) { return rehearse(r.gpu, b, e); }, e)) &&
-           step(
-               cards, [=](Rank &r, Error *e) { return one_card.submit(r.gpu, b, e); }, e);
+    auto rehearsal = [=](Rank &r, Error *e) { return rehearse(r.gpu, b, e); };
+    auto begin = [=](Rank &r, Error *e) { return one_card.submit(r.gpu, b, e); };
+    /* Freeing memory, CUDA waits for cards, and a card that has begun waits for others: so it comes first. */
+    return reserve_logits(cards->rank[0].gpu, b, e) && (rehearsed || step(cards, rehearsal, e)) &&
+           step(cards, begin, e);
 }
-/* NCCL waits for a card that has failed for ever. */
+/* NCCL would wait for ever for a card that has failed; this waits eight seconds. */
 static bool step_ends(const Gpu *gpu, Error *e) {
     const cudaEvent_t done = gpu->pending[(gpu->turn - gpu->outstanding) % 3].done;
     for (int waited = 0; cudaEventQuery(done) == cudaErrorNotReady; waited++) {

@@ -78,19 +78,20 @@ static void chunks_pass(const char *what, const Model *m, const Costs *costs, co
     }
 }
 
+static void fixture_passes(const char *fixture, int sizes) {
+    Trace golden = {0};
+    Ids ids = {0};
+    Checkpoint c;
+    at(fixture);
+    trace_golden(fixture, &golden, &ids, &c);
+    Costs costs = rounding_costs(&c.model, &golden, ids.data, ids.n);
+    chunks_pass(fixture, &c.model, &costs, &golden, ids.data, ids.n, sizes, (size_t[]){0, 1, 7, 16, 17});
+    trace_free(&golden);
+    ids_free(&ids);
+    checkpoint_close(&c);
+}
 static void fixtures_pass(void) {
-    for (int i = 0; i < FIXTURES; i++) {
-        Trace golden = {0};
-        Ids ids = {0};
-        Checkpoint c;
-        at(fixtures[i]);
-        trace_golden(fixtures[i], &golden, &ids, &c);
-        Costs costs = rounding_costs(&c.model, &golden, ids.data, ids.n);
-        chunks_pass(fixtures[i], &c.model, &costs, &golden, ids.data, ids.n, 5, (size_t[]){0, 1, 7, 16, 17});
-        trace_free(&golden);
-        ids_free(&ids);
-        checkpoint_close(&c);
-    }
+    for (int i = 0; i < FIXTURES; i++) fixture_passes(fixtures[i], 5);
 }
 
 /* Prompts of many lengths, whole and in chunks, against the unrounded reference. The longest prompt says what rounding

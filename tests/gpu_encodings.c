@@ -6,6 +6,7 @@
 /* A model whose weights are encoded, against the reference: in chunks of one token, of a few, of two and three groups,
  * and of so many that matrices are made bf16 for cuBLAS. Models with experts read the golden's few ids, which keep
  * routers away from ties. */
+static int encoding_sizes = 7; /* of chunks */
 static void encoding_passes(const char *path) {
     enum { N = 100 };
     int ids[N];
@@ -29,7 +30,7 @@ static void encoding_passes(const char *path) {
     }
     trace_run(&golden, &reference, &c.model, ids, n, 0);
     Costs costs = rounding_costs(&c.model, &golden, ids, n);
-    chunks_pass(path, &c.model, &costs, &golden, ids, n, 7, (size_t[]){1, 7, 16, 17, 30, 50, 0});
+    chunks_pass(path, &c.model, &costs, &golden, ids, n, encoding_sizes, (size_t[]){1, 7, 0, 16, 17, 30, 50});
     trace_free(&golden);
     checkpoint_close(&c);
 }
