@@ -167,7 +167,7 @@ static bool plain; /* Limits.plain of every engine that a test opens */
 #ifdef ROOM_gpus
 static int cards = 1; /* and Limits.gpus */
 static bool one_gpu;  /* which the cards are, where there are no more */
-#define CARDS .gpus = (const char *[]){"1", one_gpu ? "0,0" : "0,1", "0,1,2", "0,1,2,3"}[cards - 1]
+#define CARDS .gpus = (const char *[]){"1", one_gpu ? "0,0" : "0,1", "3", "4", "5", "6", "7", "8"}[cards - 1]
 #else
 #define CARDS .gpus = NULL
 #endif

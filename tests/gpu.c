@@ -221,16 +221,16 @@ static void shapes_pass(const char *config, int layers, double share, const char
 
 #define SLIDING "\"sliding_attention\""
 #define FULL    "\"full_attention\""
-#define GPT_OSS(EXPERTS, TYPES)                                                                                        \
+#define GPT_OSS(HIDDEN, INNER, HEADS, EXPERTS, TYPES)                                                                  \
     "{\"architectures\":[\"GptOssForCausalLM\"],\"model_type\":\"gpt_oss\",\"num_hidden_layers\":%d,"                  \
-    "\"vocab_size\":%d,\"hidden_size\":2880,\"intermediate_size\":2880,\"num_attention_heads\":64,"                    \
+    "\"vocab_size\":%d,\"hidden_size\":" HIDDEN ",\"intermediate_size\":" INNER ",\"num_attention_heads\":" HEADS ","  \
     "\"num_key_value_heads\":8,\"head_dim\":64,\"layer_types\":[" TYPES "],"                                           \
     "\"sliding_window\":128,\"num_local_experts\":" EXPERTS ",\"num_experts_per_tok\":4,\"swiglu_limit\":7.0,"         \
     "\"max_position_embeddings\":8192,\"rms_norm_eps\":1e-05,\"rope_theta\":150000,\"attention_bias\":true,"           \
     "\"rope_scaling\":{\"rope_type\":\"default\"},\"tie_word_embeddings\":false,\"quantization_config\":{\"quant_"     \
     "method\":\"mxfp4\"}}"
-#define GPT_OSS_20B(TYPES)  GPT_OSS("32", TYPES)
-#define GPT_OSS_120B(TYPES) GPT_OSS("128", TYPES) /* its experts; layers have the same shapes */
+#define GPT_OSS_20B(TYPES)  GPT_OSS("2880", "2880", "64", "32", TYPES)
+#define GPT_OSS_120B(TYPES) GPT_OSS("2880", "2880", "64", "128", TYPES) /* its experts; layers have the same shapes */
 
 static void shapes_of_gpt_oss(void) {
     shapes_pass(GPT_OSS_20B(SLIDING "," FULL), 2, 0.8, NULL);

@@ -14,10 +14,11 @@ using emulated::finish;
 using emulated::submit;
 using emulated::Work;
 
+enum { DEVICES = 8 };
 extern "C" {
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char *cudaGetErrorString(cudaError_t) { return "an error of the emulated GPU"; }
-cudaError_t cudaGetDeviceCount(int *n) { return *n = 4, cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int *n) { return *n = DEVICES, cudaSuccess; }
 static thread_local int device; /* this thread's */
 cudaError_t cudaSetDevice(int number) { return device = number, cudaSuccess; }
 int emulated_dead = -1; /* a card that does nothing any more */
@@ -34,7 +35,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
 cudaError_t cudaDriverGetVersion(int *v) { return *v = 13000, cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int *v) { return *v = 13000, cudaSuccess; }
 size_t emulated_memory = (size_t)4 << 30; /* bytes of a card */
-static std::atomic<size_t> taken[4];
+static std::atomic<size_t> taken[DEVICES];
 cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
     *total = emulated_memory, *free = *total - taken[device];
     return cudaSuccess;
