@@ -169,13 +169,16 @@ static void draws_on_cards(const Model *m, const int *ids, size_t n) {
     const Limits limits = {.max_seqs = 1, .max_tokens = 16, .plain = plain, CARDS};
     Engine g;
     Error e;
+    float *logits = allocate((size_t)m->vocab * sizeof *logits);
     must(engine_open(&g, &cuda, m, limits, 0, &e), &e);
     for (size_t i = 0; i < n; i++) {
         const Result r = run_text(&g, ids, i, i + 1, WANT_LOGITS, &how);
-        const int expected = draw(r.logits, m->vocab, &how, i + 1);
+        memcpy(logits, r.logits, (size_t)m->vocab * sizeof *logits);
+        const int expected = draw(logits, m->vocab, &how, (int)i + 1);
         const int drawn = run_text(&g, ids, i, i + 1, WANT_TOKEN, &how).token[0];
         check(drawn == expected, "behind %zu tokens %d is drawn, not %d", i + 1, drawn, expected);
     }
+    free(logits);
     engine_close(&g);
 }
 /* A model of random weights agrees with the reference, in chunks of all, of one and of seven tokens. */
