@@ -656,7 +656,7 @@ static bool open_gpu(Gpu *gpu, int *pages, Error *e) {
         fill_cos_sin<<<gpu->limits.context, 32>>>((float2 *)w.cos_sin[i], inv_freq, m.rope_dim / 2, m.rope[i].scale);
         CUDA(cudaDeviceSynchronize());
     }
-    return load_model(gpu, e);
+    return true;
 }
 
 static void cuda_close(void *state) {
@@ -686,7 +686,7 @@ Gpu *open_card(const Model *m, const Limits *limits, const Link *link, int first
     cuda_close(gpu);
     return NULL;
 }
-bool prepare_card(Gpu *gpu, Error *e) { return !gpu->fast || fast::prepare(gpu, e); }
+bool prepare_card(Gpu *gpu, Error *e) { return load_model(gpu, e) && (!gpu->fast || fast::prepare(gpu, e)); }
 
 static void *cuda_open(const Model *m, const Limits *limits, int *pages, Error *e) {
     const Link alone = {1, 0, false, 1};

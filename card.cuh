@@ -304,7 +304,7 @@ bool load_draws(Error *e); /* what rehearse() leaves out */
 bool nccl_all_reduce(const Gpu *gpu, const float *from, float *to, size_t n, Error *e);
 } // namespace gpus
 
-/* For gpus/: one card, and how it opens a model, or a part of it. prepare_card comes once all cards are open. */
+/* For gpus/: one card, and how it opens a model, or a part of it: takes memory and, once all have it, loads weights. */
 extern const Backend one_card;
 Gpu *open_card(const Model *m, const Limits *limits, const Link *link, int first_id, int *pages, Error *e);
 bool prepare_card(Gpu *gpu, Error *e);

@@ -114,6 +114,27 @@ static void as_many_as_it_needs(void) {
     emulated_memory = (size_t)4 << 30;
     checkpoint_close(&c);
 }
+static bool loading;
+static void it_loads(uint64_t done, uint64_t total) { loading = true; }
+/* A card without room is named before another loads weights. */
+static void a_card_has_no_room(void) {
+    Limits limits = {.context = 64, .max_seqs = 1, .max_tokens = 16, .progress = it_loads, CARDS};
+    Checkpoint c;
+    Error e;
+    void *taken;
+    must(checkpoint_open(&c, "tests/fixtures/true_heads", &e), &e);
+    cudaSetDevice(1), cudaMalloc(&taken, emulated_memory);
+    for (int i = 0; i < 2; i++) {
+        int pages = 1;
+        void *state = cuda.open(&c.model, &limits, &pages, &e);
+        check(!state == !i && loading == i, "%s, %d", state ? "opened" : e.text, loading);
+        check(state || (e.code == NO_ROOM && strstr(e.text, "GPU 1 has 0 bytes")), "%s", e.text);
+        if (state) cuda.close(state);
+        cudaFree(taken), taken = NULL;
+    }
+    cudaSetDevice(0);
+    checkpoint_close(&c);
+}
 /* A card that dies ends the others within ten seconds. */
 static void a_card_dies(void) {
     const int ids[2] = {3, 5};
@@ -241,6 +262,7 @@ static void cards_tests(void) {
 #if EMULATED
     run("gpus: fixtures at every stage on 2 without peer access", without_peer_access);
     run("gpus: a card that dies ends the others", a_card_dies);
+    run("gpus: a card without room is named first", a_card_has_no_room);
     run("gpus: as many as the model needs", as_many_as_it_needs);
 #endif
     run("gpus: lists are read", lists_are_read);
