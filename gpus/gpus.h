@@ -21,10 +21,9 @@ enum {
 #endif
 
 typedef struct {
-    Model model;  /* with this card's heads and rows; its vocabulary is whole */
-    int first_id; /* of the head's rows that are here: model.head.rows of them */
-    Layer *layer; /* model's; the matrices of all its Linears */
-    Stored *stored;
+    Model model;    /* with this card's heads and rows; its vocabulary is whole */
+    int first_id;   /* of the head's rows that are here: model.head.rows of them */
+    Stored *stored; /* the matrices of all Linears that were cut */
 } Shard;
 
 /* Shard number `card` of `cards`. USAGE if the model cannot be cut so; the error says which numbers can. shard_free()

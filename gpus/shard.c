@@ -74,7 +74,7 @@ static int unit_for(int n, int unit, int larger, int cards) {
 }
 /* A card's heads of n; several cards may have the same head of keys and values. */
 static Range heads_of(int n, int card, int cards) {
-    return n >= cards ? part_of(n, 1, card, cards) : (Range){(int)((int64_t)n * card / cards), 1};
+    return (Range){(int)((int64_t)n * card / cards), MAX(1, n / cards)};
 }
 
 /* Kernels store pairs of rows; prompts of MXFP4 store 32; cuBLAS wants rows of the head aligned to 256 bytes. */
@@ -134,14 +134,13 @@ static bool make_shard(const Model *m, int card, int cards, Shard *shard) {
         const Linear *const all[] = LINEARS(m->layer + i);
         for (size_t k = 0; k < sizeof all / sizeof *all; k++) matrices += (size_t)all[k]->n;
     }
-    *shard = (Shard){.model = *m, .layer = allocate((size_t)m->n_layers * sizeof *shard->layer)};
-    shard->stored = allocate(matrices * sizeof *shard->stored);
+    *shard = (Shard){.model = *m, .stored = allocate(matrices * sizeof *shard->stored)};
     Model *to = &shard->model;
     Cutter c = {shard->stored, card, cards, m->n_heads % cards == 0 && (keys % cards == 0 || cards % keys == 0)};
     to->n_heads = heads_of(m->n_heads, card, cards).n, to->n_kv_heads = heads_of(m->n_kv_heads, card, cards).n;
-    to->layer = shard->layer, to->ffn_dim = 0;
+    to->layer = allocate((size_t)m->n_layers * sizeof *to->layer), to->ffn_dim = 0;
     for (int i = 0; i < m->n_layers; i++) {
-        Layer *l = shard->layer + i;
+        Layer *l = to->layer + i;
         *l = m->layer[i];
         cut_layer(&c, m, l);
         to->ffn_dim = MAX(to->ffn_dim, MAX(l->gate.rows, l->shared_gate.rows));
@@ -154,7 +153,7 @@ static bool make_shard(const Model *m, int card, int cards, Shard *shard) {
 }
 
 void shard_free(Shard *shard) {
-    free(shard->layer), free(shard->stored);
+    free(shard->model.layer), free(shard->stored);
     *shard = (Shard){0};
 }
 
