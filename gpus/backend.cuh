@@ -159,22 +159,21 @@ static bool read_list(const Limits *limits, std::vector<int> *devices, Error *e)
 
 /* Do the cards reach each other's memory, and do they need NCCL? */
 static bool find_peers(Cards *cards, Error *e) {
-    const int n = (int)cards->devices.size();
-    int there = 0;
+    const int n = (int)cards->devices.size(), first = cards->devices[0];
+    int there = 0, can;
+    cudaDeviceProp one, other;
+    if (n == 1) return true;
     cudaGetDeviceCount(&there);
-    for (int a : cards->devices)
-        for (int b : cards->devices) {
-            int can = 1;
-            if (n > 1 && a >= there)
-                return fail(e, NO_GPU, "there is no GPU %d here, only 0 to %d: choose with --gpus", a, there - 1);
-            cudaDeviceProp one, other;
-            if (n > 1 &&
-                (cudaGetDeviceProperties(&one, a) || cudaGetDeviceProperties(&other, b) || one.major != other.major ||
-                 one.minor != other.minor || one.multiProcessorCount != other.multiProcessorCount))
-                return fail(e, NO_GPU, "GPUs %d and %d differ: only GPUs of one kind can share a model", a, b);
+    for (int a : cards->devices) {
+        if (a >= there)
+            return fail(e, NO_GPU, "there is no GPU %d here, only 0 to %d: choose with --gpus", a, there - 1);
+        if (cudaGetDeviceProperties(&one, first) || cudaGetDeviceProperties(&other, a) || one.major != other.major ||
+            one.minor != other.minor || one.multiProcessorCount != other.multiProcessorCount)
+            return fail(e, NO_GPU, "GPUs %d and %d differ: only GPUs of one kind can share a model", first, a);
+        for (int b : cards->devices)
             if (a != b && (cudaDeviceCanAccessPeer(&can, a, b) || !can)) cards->peers = false;
-        }
-    if (n == 1 || (cards->peers && (n == 2 || !nccl().usable()))) return true;
+    }
+    if (cards->peers && (n == 2 || !nccl().usable())) return true;
     if (!nccl().usable())
         return fail(e, NO_GPU, "these GPUs need NCCL, and libnccl.so.2 is missing: sudo apt install libnccl2");
     cards->comm.resize(n);
@@ -317,25 +316,17 @@ static bool collect(void *state, Result *result, Error *e) {
     }
     return true;
 }
+/* On the first card. */
 static double flat_read(void *state, uint64_t bytes) {
-    Cards *cards = (Cards *)state;
-    double seconds = 0;
-    Error e;
-    auto read = [&](Rank &r, Error *) {
-        if (!r.number) seconds = one_card.flat_read(r.gpu, bytes / cards->rank.size());
-        return true;
-    };
-    return cards->all(read, &e), seconds;
+    const Cards *cards = (Cards *)state;
+    cudaSetDevice(cards->devices[0]);
+    return one_card.flat_read(cards->rank[0].gpu, bytes / cards->rank.size());
 }
 static uint64_t weight_bytes(const Model *m) { return one_card.weight_bytes(m); }
 static uint64_t experts_read(void *state) {
-    uint64_t read = 0;
-    Error e;
-    auto ask = [&](Rank &r, Error *) {
-        if (!r.number) read = one_card.experts_read(r.gpu);
-        return true;
-    };
-    return ((Cards *)state)->all(ask, &e), read;
+    const Cards *cards = (Cards *)state;
+    cudaSetDevice(cards->devices[0]);
+    return one_card.experts_read(cards->rank[0].gpu);
 }
 static void describe(Devices *d) {
     one_card.describe(d);
