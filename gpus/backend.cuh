@@ -75,6 +75,7 @@ struct Rank {
         const float *values;
         int cols;
     } tapped; /* what its tap was given */
+    int meetings = 0;
 };
 struct Cards {
     const Model *model;
@@ -83,11 +84,12 @@ struct Cards {
     std::vector<void *> comm; /* NCCL's, or empty */
     bool peers = true;
     std::vector<Rank> rank;
-    pthread_barrier_t everybody, ranks;        /* `everybody` counts the caller's thread */
+    pthread_barrier_t everybody;               /* the ranks, and the caller's thread */
     std::function<bool(Rank &, Error *)> task; /* what all do now; none: they end */
     std::set<std::pair<int, int>> known;       /* tokens and rows of logits of steps that were rehearsed */
     std::atomic<bool> failed{false};
     Error error;
+    std::atomic<int> came{0}; /* how often a rank has come to meet() */
 
     /* All ranks do it, each in its own thread. The first error counts. */
     bool all(std::function<bool(Rank &, Error *)> what, Error *e) {
@@ -96,6 +98,12 @@ struct Cards {
         pthread_barrier_wait(&everybody), pthread_barrier_wait(&everybody);
         if (failed) *e = error;
         return !failed;
+    }
+    /* In a task: waits for all ranks. False: one has failed, and does not come. */
+    bool meet(Rank &r) {
+        const int all = ++r.meetings * (int)rank.size();
+        for (came++; came < all && !failed;) usleep(20);
+        return came >= all;
     }
     /* No card waits any longer for one that has failed. */
     void tell() {
@@ -120,7 +128,7 @@ static void tap_shard(void *data, const char *stage, int layer, const float *val
     const bool whole = !keys && name != "q" && name != "attn" && name != "act"; /* the same on each */
     std::vector<float> out;
     mine->tapped = {values, cols};
-    pthread_barrier_wait(&cards->ranks);
+    if (!cards->meet(*mine)) return;
     for (int row = 0; row < rows && !mine->number; row++)
         for (const Rank &r : cards->rank) {
             const int c = r.number;
@@ -130,7 +138,7 @@ static void tap_shard(void *data, const char *stage, int layer, const float *val
         }
     if (!mine->number)
         cards->limits.tap(cards->limits.tap_data, stage, layer, out.data(), rows, (int)out.size() / rows);
-    pthread_barrier_wait(&cards->ranks);
+    cards->meet(*mine);
 }
 
 /* ---- opening and closing ---- */
@@ -233,7 +241,7 @@ static Cards *open_on(const Model *m, const Limits *limits, const std::vector<in
     const int n = (int)devices.size();
     if (!find_peers(cards, e)) return delete cards, nullptr;
     cards->rank.resize(n);
-    pthread_barrier_init(&cards->everybody, NULL, n + 1), pthread_barrier_init(&cards->ranks, NULL, n);
+    pthread_barrier_init(&cards->everybody, NULL, n + 1);
     for (Rank &r : cards->rank) {
         r.cards = cards, r.number = (int)(&r - cards->rank.data()), r.pages = *pages;
         if (n > 1) r.thread = std::thread([&r] { r.cards->work(r); });

@@ -135,26 +135,28 @@ static void a_card_has_no_room(void) {
     cudaSetDevice(0);
     checkpoint_close(&c);
 }
-/* A card that dies ends the others within ten seconds. */
+/* A card that dies ends the others within ten seconds, also where a tap waits for all. */
 static void a_card_dies(void) {
     const int ids[2] = {3, 5};
-    const Limits limits = {.max_seqs = 1, .max_tokens = 16, CARDS};
-    const double begun = seconds();
-    Checkpoint c;
-    Engine g;
-    Error e;
     int slot = 0, first[2] = {0, 1}, start = 0, page = 0;
     const Want want = WANT_TOKEN;
     const Batch b = {1, 1, &slot, first, ids, &start, &page, &greedy, &want};
-    Result r;
+    Checkpoint c;
+    Error e;
     must(checkpoint_open(&c, "tests/fixtures/true_heads", &e), &e);
-    must(engine_open(&g, &cuda, &c.model, limits, 0, &e), &e);
-    run_text(&g, ids, 0, 1, WANT_TOKEN, &greedy);
-    emulated_dead = 1;
-    const bool ok = cuda.submit(g.state, &b, &e) && cuda.collect(g.state, &r, &e);
-    check(!ok && e.code == GPU_FAULT && seconds() - begun < 10, "%d, %s", ok, e.text);
-    engine_close(&g);
-    emulated_dead = -1;
+    for (int tapped = 0; tapped < 2; tapped++) {
+        const Limits limits = {.max_seqs = 1, .max_tokens = 16, .tap = tapped ? remember_tap : NULL, CARDS};
+        const double begun = seconds();
+        Engine g;
+        Result r;
+        must(engine_open(&g, &cuda, &c.model, limits, 0, &e), &e);
+        run_text(&g, ids, 0, 1, WANT_TOKEN, &greedy);
+        emulated_dead = 1;
+        const bool ok = cuda.submit(g.state, &b, &e) && cuda.collect(g.state, &r, &e);
+        check(!ok && e.code == GPU_FAULT && seconds() - begun < 10, "%d, %s", ok, e.text);
+        engine_close(&g);
+        emulated_dead = -1;
+    }
     checkpoint_close(&c);
 }
 static void without_peer_access(void) {

@@ -66,7 +66,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, cudaMemcpyKind
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned) { return *s = (cudaStream_t)malloc(1), cudaSuccess; }
 cudaError_t cudaStreamDestroy(cudaStream_t s) { return finish(), free(s), cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return finish(), cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return finish(), emulated_lives() ? cudaSuccess : cudaErrorUnknown; }
 cudaError_t cudaDeviceSynchronize() { return finish(), cudaSuccess; }
 cudaError_t cudaEventCreate(cudaEvent_t *e) { return *e = (cudaEvent_t)malloc(1), cudaSuccess; }
 cudaError_t cudaEventDestroy(cudaEvent_t e) { return free(e), cudaSuccess; }
