@@ -574,7 +574,7 @@ static bool take_memory(Gpu *gpu, int *pages, Error *e) {
         char a[24], b[24], d[24];
         return fail(e, NO_ROOM,
                     "the model needs %s for its weights and %s to work, GPU %d has %s free: free memory of other "
-                    "programs, or choose another GPU with --gpu, or several with --gpus",
+                    "programs, or choose another GPU with --gpu",
                     size_text(weights, a), size_text(work + reserve, b), gpu->limits.gpu, size_text(free, d));
     }
     *pages = (int)std::min<size_t>(*pages, (free - weights - work - reserve) / page);
@@ -690,7 +690,7 @@ bool prepare_card(Gpu *gpu, Error *e) { return load_model(gpu, e) && (!gpu->fast
 
 static void *cuda_open(const Model *m, const Limits *limits, int *pages, Error *e) {
     const Link alone = {1, 0, false, 1};
-    if (limits->gpus) return fail(e, USAGE, "--gpus: this build has no gpus/, and runs on one GPU"), nullptr;
+    if (limits->gpus) return fail(e, USAGE, "--gpus: this build runs on one GPU"), nullptr;
     Gpu *gpu = open_card(m, limits, &alone, 0, pages, e);
     if (!gpu || prepare_card(gpu, e)) return gpu;
     cuda_close(gpu);

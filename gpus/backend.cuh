@@ -71,11 +71,8 @@ struct Rank {
     int pages;
     Result result = {};
     std::thread thread;
-    struct {
-        const float *values;
-        int cols;
-    } tapped; /* what its tap was given */
-    int meetings = 0;
+    const float *tapped; /* what its tap was given: (rows, tapped_cols) */
+    int tapped_cols, meetings = 0;
 };
 struct Cards {
     const Model *model;
@@ -127,14 +124,14 @@ static void tap_shard(void *data, const char *stage, int layer, const float *val
     const bool keys = (name == "k" && !m.kv_rank) || name == "v";
     const bool whole = !keys && name != "q" && name != "attn" && name != "act"; /* the same on each */
     std::vector<float> out;
-    mine->tapped = {values, cols};
+    mine->tapped = values, mine->tapped_cols = cols;
     if (!cards->meet(*mine)) return;
     for (int row = 0; row < rows && !mine->number; row++)
         for (const Rank &r : cards->rank) {
             const int c = r.number;
-            const float *from = r.tapped.values + (size_t)row * r.tapped.cols;
+            const float *from = r.tapped + (size_t)row * r.tapped_cols;
             const bool again = keys && c && c * m.n_kv_heads / n == (c - 1) * m.n_kv_heads / n; /* shared heads */
-            if (!c || (!whole && !again)) out.insert(out.end(), from, from + r.tapped.cols);
+            if (!c || (!whole && !again)) out.insert(out.end(), from, from + r.tapped_cols);
         }
     if (!mine->number)
         cards->limits.tap(cards->limits.tap_data, stage, layer, out.data(), rows, (int)out.size() / rows);
@@ -264,7 +261,12 @@ static Cards *open_on(const Model *m, const Limits *limits, const std::vector<in
 /* Without --gpus: on one card or, if it has no room, on as many as it takes. */
 static void *open_cards(const Model *m, const Limits *limits, int *pages, Error *e) {
     std::vector<int> devices;
-    if (limits->gpus) return read_list(limits, &devices, e) ? open_on(m, limits, devices, pages, e) : nullptr;
+    if (limits->gpus) {
+        Cards *cards = read_list(limits, &devices, e) ? open_on(m, limits, devices, pages, e) : nullptr;
+        if (!cards && e->code == NO_ROOM)
+            fail(e, NO_ROOM, "%s, or take more with --gpus", std::string(e->text).c_str());
+        return cards;
+    }
     int there = 0;
     cudaGetDeviceCount(&there);
     for (Error first;;) {
