@@ -10,9 +10,8 @@
 extern "C" {
 #endif
 
-enum {
-    CARD_SECONDS = 60
-}; /* that a card waits for another; a stopped process (Ctrl+Z) may have launched only one's step */
+/* A card waits so long for another. A stopped process (Ctrl+Z) may have launched only one's step. */
+enum { CARD_SECONDS = 60 };
 #ifndef MAX_FLOAT_TOKENS /* tests take fewer, so that few tokens go both ways */
 enum {
     MAX_FLOAT_TOKENS = 64, /* steps of up to so many tokens send sums as floats, larger ones as bf16 if weights allow */
