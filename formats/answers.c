@@ -9,6 +9,7 @@
 #include <string.h>
 
 enum { MOST_DEPTH = 200, MOST_BEGIN = 1000 /* bytes of a call without marks, up to its arguments */ };
+enum { MOST_STEPS = 10000 /* in a schema */ };
 enum { PATTERNS = 4, QUOTES = 4, ROWS = 19, MARKS = 4 };
 
 /* ---- the table ---- */
@@ -166,16 +167,49 @@ static bool put_value(Scan *p, int depth, Bytes *out) {
     return true;
 }
 
+static bool has_type(const cJSON *value, const char *type) {
+    static const char *const names[] = {"boolean", "boolean", "null", "number", "string", "array", "object", ""};
+    int64_t n;
+    return same(type, names[ffs(value->type) - 1]) ||
+           (same(type, "integer") && json_whole(value, INT64_MIN, INT64_MAX, &n));
+}
+
+/* May a value satisfy a schema, as far as types, constants, cases and references tell in so many steps? */
+static bool allows(const cJSON *root, const cJSON *schema, const cJSON *value, int *steps) {
+    static const char *const keys[] = {"type", "const", "enum", "anyOf", "oneOf", "allOf"};
+    const char *ref = json_string(schema, "$ref");
+    if (--*steps < 0 || (cJSON_IsNull(value) && json_true(schema, "nullable"))) return true;
+    for (int i = 0; i < 6; i++) {
+        const cJSON *list = cJSON_GetObjectItemCaseSensitive(schema, keys[i]);
+        const cJSON *each = i != 1 && cJSON_IsArray(list) ? list->child : list;
+        int n = 0, good = 0;
+        for (; each; each = each == list ? NULL : each->next, n++)
+            good += i == 0  ? has_type(value, cJSON_GetStringValue(each))
+                    : i < 3 ? cJSON_Compare(value, each, true)
+                            : allows(root, each, value, steps);
+        if (good < (i == 5 ? n : n > 0)) return false;
+    }
+    if (!ref) return true;
+    LocalText path = copy_text(ref, strlen(ref));
+    char *rest = path;
+    strsep(&rest, "/"); /* # */
+    for (schema = root; rest;) schema = json_get(schema, strsep(&rest, "/"));
+    return allows(root, schema, value, steps);
+}
+
 /* A value that stands for itself, as XML has them: a text if the function declares that, or if it is nothing else. */
 static void put_plain(const Scan *p, const char *key, Bytes text, Bytes *out) {
     Error e;
     Scan value = {.s = text.data, .end = text.data + text.n};
     LocalBytes json = {0};
-    const cJSON *properties = json_get(json_get(p->function, "parameters"), "properties");
-    const bool is_text = json_is(json_get(properties, key), "type", "string");
-    const bool read = !is_text && put_value(&value, 1, &json) && !peek(&value);
+    const cJSON *root = json_get(p->function, "parameters"), *schema = json_get(json_get(root, "properties"), key);
+    const bool read = put_value(&value, 1, &json) && !peek(&value);
     LocalJson valid = read ? json_parse(json.data, json.n, "argument", &e) : NULL;
-    valid ? bytes_add(out, json.data, json.n) : json_append(out, json_from_text(text.data, text.n));
+    LocalJson plain = json_from_text(text.data, text.n);
+    int steps = MOST_STEPS;
+    if (cJSON_IsString(valid)) valid->type = cJSON_Raw; /* a text has its quotes, unless it may be any value */
+    const bool is_text = !valid || (allows(root, schema, plain, &steps) && !allows(root, schema, valid, &steps));
+    is_text ? json_written(out, plain) : bytes_add(out, json.data, json.n);
 }
 
 /* The text up to where the pattern goes on, which is at `rest`. */

@@ -183,7 +183,11 @@ static void calls_of_formats_are_forced(void) {
  * P, A or C in front: reasoning, preamble, answer, call. */
 static const char answers_tools[] =
     "[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"parameters\":{\"type\":\"object\",\"properties\":{"
-    "\"city\":{\"type\":\"string\"},\"days\":{\"type\":\"integer\"},\"size\":{\"type\":\"object\"}}}}},"
+    "\"city\":{\"type\":\"string\"},\"days\":{\"type\":\"integer\"},\"size\":{\"type\":\"object\"},"
+    "\"nick\":{\"anyOf\":[{\"type\":\"string\"},{\"type\":\"null\"}]},\"code\":{\"allOf\":[{\"$ref\":\"#/$defs/"
+    "code\"}]},"
+    "\"either\":{\"type\":[\"integer\",\"string\"]},\"any\":{\"$ref\":\"#/properties/any\"}},"
+    "\"$defs\":{\"code\":{\"enum\":[\"007\",7,\"true\",\"[1]\"]}}}}},"
     "{\"type\":\"function\",\"function\":{\"name\":\"get_time\"}}]";
 static const struct {
     const char *row, *text, *expected;
@@ -224,6 +228,13 @@ static const struct {
      "</tool_call>",
      "C f {\"city\": \"1\", \"x\": true}"},
     {"GLM", "<tool_call>f and more</tool_call>", "A <tool_call>f and more</tool_call>"},
+    {"GLM",
+     "<tool_call>f<arg_key>nick</arg_key><arg_value>12</arg_value><arg_key>code</arg_key><arg_value>true</arg_value>"
+     "<arg_key>either</arg_key><arg_value>1.5</arg_value><arg_key>any</arg_key><arg_value>[1]</arg_value></tool_call>"
+     "<tool_call>f<arg_key>nick</arg_key><arg_value>None</arg_value><arg_key>code</arg_key><arg_value>7</arg_value>"
+     "<arg_key>either</arg_key><arg_value>1</arg_value><arg_key>any</arg_key><arg_value>\"a\"</arg_value></tool_call>",
+     "C f {\"nick\": \"12\", \"code\": \"true\", \"either\": \"1.5\", \"any\": [1]}\n"
+     "C f {\"nick\": null, \"code\": 7, \"either\": 1, \"any\": \"a\"}"},
     {"Seed",
      "<seed:think>Hm.</seed:think><seed:tool_call>\n<function=f>\n<parameter=city>Bern</parameter>\n"
      "<parameter=days>2</parameter>\n</function>\n</seed:tool_call>",
