@@ -119,7 +119,7 @@ int but_node(Grammar *g, int a, int b) {
     LocalIds cases = {0};
     add_cases(g, b, &cases);
     for (size_t i = 0; i < cases.n; i++)
-        if (cases.data[i] == a) return NEVER;
+        if (cases.data[i] == a || cases.data[i] == g->all) return NEVER;
     return barren(g, a) ? NEVER : barren(g, b) ? a : NODE(g, BUT, a, b);
 }
 
@@ -134,6 +134,7 @@ void grammar_open(Grammar *g) {
     *g = (Grammar){.most = MOST_WORK};
     NODE(g, ALT);                 /* NEVER */
     NODE(g, REPEAT, NEVER, 0, 0); /* NOTHING */
+    g->all = repeat_node(g, set_node(g, &(Ids){.data = (int[]){0, CONTROL - 1}, .n = 2}), 0, ENDLESS);
 }
 
 void grammar_close(Grammar *g) {

@@ -30,6 +30,7 @@ typedef struct {
     uint8_t like[256];  /* of each byte the first one that no SET and no BYTES tells from it */
     int plain, letter;  /* any letter of a JSON string, without \uXXXX and with them; make_letters() */
     int quote;          /* what ends the string */
+    int all;            /* any text without control tokens */
     int rounds;         /* of derivatives */
     int64_t work;       /* since the last mask, in about 10 ns each; at `most` derivatives give up */
     int64_t most;
@@ -47,7 +48,7 @@ void grammar_open(Grammar *g);
 void grammar_close(Grammar *g);
 /* set: one byte of these ranges. both: what matches both. but: what matches a, but not b. The nodes of these two have
  * no REF. Behind any part of a text that `a but b` has, another text of a goes on that is not in b; or else what is
- * left of b has all of what is left of a as one of its cases. */
+ * left of b has all of what is left of a as one of its cases, or `all`. */
 int set_node(Grammar *g, const Ids *ranges);
 int text_node(Grammar *g, const char *text, size_t n);
 int seq_node(Grammar *g, int a, int b);
@@ -81,18 +82,26 @@ static inline int state_step(Grammar *g, int state, unsigned char byte) { /* NEV
 
 /* ---- regex.c ---- */
 
-/* The texts that a pattern matches whole or, in a JSON string (json; g->letter must be set), anywhere. Appends what is
- * wrong or not supported to `why`. */
-int pattern_node(Grammar *g, const char *pattern, bool json, Bytes *why);
+/* The texts that a pattern matches whole or, if letters may stand around it, anywhere: g->letter in JSON strings, or
+ * another node. NEVER: none may. Appends what is wrong or not supported to `why`. */
+int pattern_node(Grammar *g, const char *pattern, int around, Bytes *why);
 int rule_node(Grammar *g, const char *pattern, ...); /* one that is right. Each % in it is the next argument, a node */
 void make_letters(Grammar *g);                       /* g->letter, g->plain, g->quote */
 
 /* ---- schema.c ---- */
 
-/* The texts that satisfy a schema. Compact JSON with an optional space behind `:` and `,`. -1: USAGE, which names
- * keyword and place. `name`: of the whole in that place. */
-int schema_node(Grammar *g, const cJSON *schema, const char *name, Error *e);
-int any_object_node(Grammar *g);
+/* How a call has its arguments if they are no JSON: nodes. */
+typedef struct {
+    int first, next, end, none; /* before the first key; before others; behind the last value; instead of all that */
+    int equals[2];              /* between key and value: of a text that is not in quotes, of others */
+    int stop;                   /* what no text has that is not JSON; or NEVER: texts are JSON */
+    Bytes open, close;          /* around texts, everywhere; empty: only a text that is an argument itself is no JSON */
+} Form;
+
+/* The texts that satisfy a schema. Compact JSON with an optional space behind `:` and `,` or, unless `form` is NULL,
+ * arguments of that form. -1: USAGE, which names keyword and place. `name`: of the whole in that place. */
+int schema_node(Grammar *g, const cJSON *schema, const char *name, const Form *form, Error *e);
+int any_object_node(Grammar *g, const Form *form);
 
 /* ---- mask.c ---- */
 

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define PROBE "probe_function"
 enum { MOST_RULES = 32, MOST_TEXT = 1000000, MOST_STATES = 500000, MOST_FORCED = 256 };
 
 struct Rule {
@@ -49,25 +50,24 @@ static int mark(const Maker *m, const char *name) {
     return id >= 0 ? token_node(m->g, id) : text_node(m->g, name, strlen(name));
 }
 
-/* Any text without control tokens. */
-static int anything(Grammar *g) {
-    const int bytes = set_node(g, &(Ids){.data = (int[]){0, CONTROL - 1}, .n = 2});
-    return repeat_node(g, bytes, 0, ENDLESS);
-}
-
-/* What ends an answer: the model's tokens, and its chat format's. Marks of thoughts and calls do not. */
-static int answer_end(const Maker *m) {
+/* The tokens that end an answer: the model's, and its chat format's. Marks of thoughts and calls do not. */
+static void add_ends(const Maker *m, Ids *out) {
     const Ids *stop = &m->m->checkpoint.stop;
     const Chat *chat = &m->m->chat;
     const bool marked = m->talk && chat->answer != &harmony; /* see formats/answers.h */
-    LocalIds cases = {0};
     for (size_t i = 0; i < stop->n; i++) {
         int k = 0;
         while (k < 4 && marked && chat->control[k] != stop->data[i]) k++;
-        if (k == 4 || !marked) ids_add(&cases, token_node(m->g, stop->data[i]));
+        if (k == 4 || !marked) ids_add(out, stop->data[i]);
     }
-    if (marked && chat->control[4] >= 0) ids_add(&cases, token_node(m->g, chat->control[4]));
-    return alt_node(m->g, cases.data, cases.n);
+    if (marked && chat->control[4] >= 0) ids_add(out, chat->control[4]);
+}
+
+static int answer_end(const Maker *m) {
+    LocalIds ends = {0};
+    add_ends(m, &ends);
+    for (size_t i = 0; i < ends.n; i++) ends.data[i] = token_node(m->g, ends.data[i]);
+    return alt_node(m->g, ends.data, ends.n);
 }
 
 /* ---- what the text must be ---- */
@@ -77,19 +77,19 @@ static int refuse(const Maker *m, const char *what, const char *why) {
     return NEVER;
 }
 
-static int schema(const Maker *m, const cJSON *value, const char *name) {
+static int schema(const Maker *m, const cJSON *value, const char *name, const Form *form) {
     if (!value) return refuse(m, name, "needs json_schema.schema");
     LocalJson parsed = cJSON_IsString(value) /* as some clients send guided_json */
                            ? json_parse(value->valuestring, strlen(value->valuestring), name, m->e)
                            : NULL;
     if (cJSON_IsString(value) && !parsed) return m->e->code = USAGE, NEVER;
-    const int node = schema_node(m->g, parsed ? parsed : value, name, m->e);
+    const int node = schema_node(m->g, parsed ? parsed : value, name, form, m->e);
     return node < 0 ? NEVER : node;
 }
 
 static int regex(const Maker *m, const cJSON *value, const char *name) {
     LocalBytes why = {0};
-    const int node = cJSON_IsString(value) ? pattern_node(m->g, value->valuestring, false, &why) : NEVER;
+    const int node = cJSON_IsString(value) ? pattern_node(m->g, value->valuestring, NEVER, &why) : NEVER;
     if (!cJSON_IsString(value)) bytes_text(&why, "is not a text");
     return why.n ? refuse(m, name, why.data) : node;
 }
@@ -107,10 +107,10 @@ static int choices(const Maker *m, const cJSON *value, const char *name) {
 
 /* What a field asks of the text. */
 static int asked(const Maker *m, const char *kind, const cJSON *value, const char *field) {
-    if (same(kind, "json")) return schema(m, value, field);
+    if (same(kind, "json")) return schema(m, value, field, NULL);
     if (same(kind, "regex")) return regex(m, value, field);
     if (same(kind, "choice")) return choices(m, value, field);
-    if (same(kind, "json_object")) return any_object_node(m->g);
+    if (same(kind, "json_object")) return any_object_node(m->g, NULL);
     return refuse(m, field, "is not supported: json, regex, choice and json_object are");
 }
 
@@ -143,42 +143,122 @@ static bool is_strict(const cJSON *tool) {
     return json_true(json_get(tool, "function"), "strict") || json_true(tool, "strict");
 }
 
-/* The arguments of a function: what its schema allows if it is strict; of another, any object if that is not known. */
-static int arguments(const Maker *m, const cJSON *tool, int i) {
+/* The arguments of a function: what its schema allows if it is strict; of another, any object if that is not known.
+ * form: NULL: they are JSON. */
+static int arguments(const Maker *m, const cJSON *tool, int i, const Form *form) {
     const cJSON *parameters = json_get(json_get(tool, "function"), "parameters");
     LocalText name = text_print("tools[%d].function.parameters", i);
-    if (!is_strict(tool) && !m->force) return any_object_node(m->g);
-    if (!parameters) return text_node(m->g, "{}", 2);
-    const int node = schema(m, parameters, name);
+    if (!is_strict(tool) && !m->force) return any_object_node(m->g, form);
+    if (!parameters) return form ? form->none : text_node(m->g, "{}", 2);
+    const int node = schema(m, parameters, name, form);
     if (!m->e->code || is_strict(tool)) return node;
     m->e->code = 0;
-    return any_object_node(m->g);
+    return any_object_node(m->g, form);
 }
 
-/* How a call ends in other formats than harmony: as the model's template writes one. */
-static int call_end(const Maker *m, const char *name) {
-    static const char last[] = "\"QQ\"}";
-    const Chat *chat = &m->m->chat;
+static void add_tokens(const Ids *ids, Bytes *out) {
+    for (size_t i = 0; i < ids->n; i++) {
+        const Bytes token = token_text(kept.words, ids->data[i]);
+        bytes_add(out, token.data, token.n);
+    }
+}
+
+/* Appends a conversation with a call, as the model's template writes it. */
+static bool write_call(const Maker *m, const char *given, Bytes *out) {
+    static const char tool[] = "[{\"type\":\"function\",\"function\":{\"name\":\"" PROBE "\",\"description\":\"x\","
+                               "\"parameters\":{\"type\":\"object\",\"properties\":{}}}}]";
+    const cJSON *kwargs = json_get(m->talk->request, "chat_template_kwargs");
     LOCAL(conversation_free) Conversation talk = {0};
     LocalIds ids = {0};
-    LocalBytes text = {0};
     Error e;
     conversation_init(&talk);
-    talk.request = cJSON_Duplicate(m->talk->request, true);
+    talk.request = json_object("tools", json_parse(tool, strlen(tool), "tools", &e), "chat_template_kwargs",
+                               cJSON_Duplicate(kwargs, true), NULL);
     conversation_add(&talk, "user", NULL, "x", 1);
-    *message_new(&talk.message, &talk.messages) = call_of(name);
-    bytes_text(&talk.message[1].content, "{\"q\": \"QQ\"}");
-    if (!chat_render(chat, &talk, false, &ids, &e)) return *m->e = e, NEVER;
-    for (size_t i = 0, found = 0; i < ids.n; i++) {
-        const Bytes token = token_text(kept.words, ids.data[i]);
-        bytes_add(&text, token.data, token.n);
-        char *at = found ? NULL : memmem(text.data, text.n, last, strlen(last));
-        if (at) found = (size_t)(at - text.data) + strlen(last);
-        bool done = found && tokenizer_is_control(chat->tokenizer, ids.data[i]);
-        for (int k = 0; k < 4; k++) done = done && chat->control[k] != ids.data[i]; /* marks of calls */
-        if (done) return text_node(m->g, text.data + found, text.n - found);
+    *message_new(&talk.message, &talk.messages) = call_of(PROBE);
+    bytes_text(&talk.message[1].content, given);
+    if (!chat_render(&m->m->chat, &talk, false, &ids, &e)) return *m->e = e, false;
+    return add_tokens(&ids, out), true;
+}
+
+/* Cuts a text behind the first such word. before: what stands in front of it. */
+static bool cut(Bytes *text, const char *word, Bytes *before) {
+    const size_t n = strlen(word);
+    char *at = text->n ? memmem(text->data, text->n, word, n) : NULL;
+    if (!at) return false;
+    *before = (Bytes){.data = text->data, .n = (size_t)(at - text->data)};
+    *text = (Bytes){.data = at + n, .n = text->n - before->n - n};
+    return true;
+}
+
+/* What follows the last name of the function that was called, without such characters as `begin` has there. */
+static Bytes behind_name(Bytes text, Bytes begin) {
+    Bytes before;
+    while (cut(&text, PROBE, &before) || cut(&begin, PROBE, &before)) continue;
+    while (text.n && (strchr(" \n", *text.data) || (begin.n && memchr(begin.data, *text.data, begin.n))))
+        text.data++, text.n--;
+    return text;
+}
+
+static bool quoted(Bytes text) { /* a control token may end with any bytes */
+    return text.n && strchr("\"'", text.data[text.n - 1]) &&
+           (text.n < 4 || (unsigned char)text.data[text.n - 4] != CONTROL);
+}
+
+/* How a call ends that the template ends so: up to a token that ends answers, and any of those. */
+static int call_end(const Maker *m, Bytes text) {
+    LocalIds ends = {0};
+    add_ends(m, &ends);
+    for (size_t i = 0; i < ends.n; i++) {
+        const Bytes end = token_text(kept.words, ends.data[i]);
+        const char *at = text.n ? memmem(text.data, text.n, end.data, end.n) : NULL;
+        if (at) text.n = (size_t)(at - text.data);
     }
-    return refuse(m, "tools:", "this model's calls are not written in JSON, so their arguments cannot be held to");
+    return seq_node(m->g, text_node(m->g, text.data, text.n), answer_end(m));
+}
+
+/* How calls are written in other formats than harmony: as the model's template writes one. *end: what follows arguments
+ * that are JSON. To others it belongs, and *f says how they are written; its texts stay in `call`. */
+static bool read_form(const Maker *m, Bytes *call, Form *f, int *end) {
+    static const char *const words[] = {"probe_a", "probe_b", "probe_c", "771001", "probe_d", "771002"};
+    static const char unknown[] = "this model's template does not show how it writes calls, so none can be held to";
+    Bytes part[6], rest;
+    LocalBytes empty = {0}, begin = {0}, tag = {0};
+    LocalIds ids = {0};
+    Grammar *g = m->g;
+    if (!write_call(m, "{\"probe_a\": \"probe_b\", \"probe_c\": 771001, \"probe_d\": 771002}", call)) return false;
+    rest = *call;
+    for (int i = 0; i < 6; i++)
+        if (!cut(&rest, words[i], part + i)) return refuse(m, "tools:", unknown);
+    if (quoted(part[0]) && rest.n && *rest.data == '}')
+        return *end = call_end(m, (Bytes){.data = rest.data + 1, .n = rest.n - 1}), true;
+    if (!write_call(m, "{}", &empty) || !chat_force(&m->m->chat, "none", PROBE, &ids, m->e)) return false;
+    add_tokens(&ids, &begin);
+    Bytes *to_text = part + 1, *behind_text = part + 2, *to_other = part + 3, *next = part + 4;
+    const size_t quote = quoted(*to_text) && quoted(*to_other); /* then numbers have quotes, too */
+    const bool marked = behind_text->n > next->n && to_text->n > to_other->n;
+    if (next->n <= quote || rest.n <= quote) return refuse(m, "tools:", unknown);
+    if (quoted(*to_text)) {
+        to_other->n -= quote, next->data += quote, next->n -= quote, rest.data += quote, rest.n -= quote;
+    } else {
+        if (marked) f->open = (Bytes){.data = to_text->data + to_other->n, .n = to_text->n - to_other->n};
+        if (marked) f->close = (Bytes){.data = behind_text->data, .n = behind_text->n - next->n};
+        const char *stop = marked ? f->close.data : next->data + strspn(next->data, " \n"), *last = strchr(stop, '>');
+        if ((unsigned char)*stop == CONTROL)
+            tokenizer_bytes(m->m->tokenizer, &(Decoder){.begun = true}, stop[1] << 14 | stop[2] << 7 | stop[3], &tag);
+        else if (last)
+            bytes_add(&tag, stop, (size_t)(last + 1 - stop));
+        if (!tag.n) return refuse(m, "tools:", unknown);
+        f->stop = rule_node(g, "%%%", g->all, text_node(g, tag.data, tag.n), g->all);
+        f->equals[0] = text_node(g, to_text->data, to_text->n);
+    }
+    const Bytes first = behind_name(part[0], begin);
+    f->first = text_node(g, first.data, first.n);
+    f->equals[1] = text_node(g, to_other->data, to_other->n);
+    f->next = text_node(g, next->data, next->n);
+    f->end = call_end(m, rest);
+    f->none = call_end(m, behind_name(empty, begin));
+    return true;
 }
 
 /* A call of a function, as harmony writes it. */
@@ -201,14 +281,17 @@ static int other_call(const Maker *m, const char *name, int given, int end) {
 static int calls(const Maker *m) {
     const bool harmonies = m->m->chat.answer == &harmony;
     LocalIds cases = {0};
+    LocalBytes written = {0};
+    Form form = {.first = NEVER, .stop = NEVER};
     const cJSON *tool;
-    int i = 0, end = NEVER; /* of any call: it does not depend on the function */
+    int i = 0, end = NOTHING;
+    if (!harmonies && !read_form(m, &written, &form, &end)) return NEVER;
     cJSON_ArrayForEach(tool, tools_of(m->talk)) {
         const char *name = json_string(json_get(tool, "function"), "name");
-        const int given = name && (!m->name || same(name, m->name)) ? arguments(m, tool, i) : NEVER;
+        const int given =
+            name && (!m->name || same(name, m->name)) ? arguments(m, tool, i, form.first ? &form : NULL) : NEVER;
         i++;
         if (given == NEVER || m->e->code) continue;
-        if (!harmonies && end == NEVER) end = call_end(m, name);
         ids_add(&cases, harmonies ? harmony_call(m, name, given) : other_call(m, name, given, end));
     }
     return alt_node(m->g, cases.data, cases.n);
@@ -218,7 +301,7 @@ static int calls(const Maker *m) {
 
 /* The prompt ends with <|start|>assistant. Thoughts come first; preambles only if nothing is asked of the text. */
 static int harmony_answer(const Maker *m, int text, int called) {
-    const int any = anything(m->g), channel = mark(m, "<|channel|>"), message = mark(m, "<|message|>");
+    const int any = m->g->all, channel = mark(m, "<|channel|>"), message = mark(m, "<|message|>");
     const int before = rule_node(m->g, text < 0 ? "%(analysis|commentary)%%%%assistant" : "%analysis%%%%assistant",
                                  channel, message, any, mark(m, "<|end|>"), mark(m, "<|start|>"));
     const int final = rule_node(m->g, "%final( %json)?%%%", channel, mark(m, "<|constrain|>"), message,
@@ -231,7 +314,7 @@ static int other_answer(const Maker *m, int text, int called) {
     Grammar *g = m->g;
     const Chat *chat = &m->m->chat;
     const int open = chat->control[0], close = chat->control[1]; /* the marks of a thought, see formats/answers.h */
-    const int space = rule_node(g, "[ \n]{0,4}"), any = anything(g);
+    const int space = rule_node(g, "[ \n]{0,4}"), any = g->all;
     const bool quiet = same(m->talk->effort, "none"), inside = chat_thinks(chat, m->talk->effort);
     int thought = NOTHING;
     if (inside || (open >= 0 && close >= 0 && !quiet)) { /* up to the mark, which may be a text */

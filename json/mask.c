@@ -190,8 +190,11 @@ static int short_state(Grammar *g, int state) {
         int rest, first = first_node(g, cases.data[i], &rest);
         for (int k = 1; k < 3 && node_kind(g, first) == AND; k++)
             if (letters_left(g, tuple(g, first)[k]) > g->tight + SHORT) first = tuple(g, first)[3 - k];
+        const int except = node_kind(g, first) == BUT ? tuple(g, first)[2] : NEVER;
+        if (except) first = tuple(g, first)[1];
         const int *t = tuple(g, first), most = *t == REPEAT ? t[3] : 0;
         if (*t == REPEAT) first = repeat_node(g, t[1], t[2] > SHORT ? SHORT + 1 : t[2], most > SHORT ? ENDLESS : most);
+        if (except) first = but_node(g, first, except);
         cases.data[i] = seq_node(g, first, rest);
     }
     return alt_node(g, cases.data, cases.n);

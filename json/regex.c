@@ -14,6 +14,7 @@ typedef struct {
     Grammar *g;
     const char *s;
     bool json;       /* of letters in a JSON string */
+    int around;      /* letters that may stand where it has no anchor, or NEVER: none */
     va_list *nodes;  /* for each %; or NULL */
     const char *bad; /* what is wrong or not supported at s, or NULL */
     int depth;
@@ -221,11 +222,10 @@ static int read_sequence(Pattern *p) {
     return node;
 }
 
-/* Alternatives of the whole pattern in JSON: any letters may stand where it has no anchor. */
 static int read_alternatives(Pattern *p) {
     LocalIds cases = {0};
     const bool whole = !p->depth;
-    const int any = whole && p->json ? repeat_node(p->g, p->g->letter, 0, ENDLESS) : NOTHING;
+    const int any = whole ? repeat_node(p->g, p->around, 0, ENDLESS) : NOTHING;
     if (++p->depth > MOST_DEPTH) return wrong(p, "too many groups inside of each other");
     for (bool more = true; more && !p->bad; more = *p->s == '|' && p->s++) {
         const bool first = whole && *p->s == '^';
@@ -240,8 +240,8 @@ static int read_alternatives(Pattern *p) {
     return alt_node(p->g, cases.data, cases.n);
 }
 
-int pattern_node(Grammar *g, const char *pattern, bool json, Bytes *why) {
-    Pattern p = {.g = g, .s = pattern, .json = json};
+int pattern_node(Grammar *g, const char *pattern, int around, Bytes *why) {
+    Pattern p = {.g = g, .s = pattern, .json = around && around == g->letter, .around = around};
     const size_t n = strlen(pattern), valid = utf8_check(pattern, n);
     if (valid < n) p.s += valid, wrong(&p, "invalid UTF-8");
     const int node = p.bad ? NEVER : read_alternatives(&p);

@@ -3,6 +3,10 @@
  * unless additionalProperties says so, and white space is at most one space behind `:` and `,`. Keywords that say
  * nothing about values (title, default, ...) and unknown ones change nothing.
  *
+ * Arguments of calls may be written in another form than JSON. In that of XML a text is written as it is, without
+ * quotes and escapes, and other values as JSON. Gemma has marks in place of quotes, and keys without them, in all
+ * values.
+ *
  * A value is always asked to satisfy several schemas at once: those of allOf, what $ref means, and the words beside
  * them. Each keyword is then read from all of them, so nothing has to be merged. */
 #include "json.h"
@@ -53,7 +57,9 @@ typedef struct {
     Map overlaps; /* from the address of a schema to a node: what is in several cases of its oneOf */
     int depth;
     int serial; /* of this schema in the grammar: begins the keys of its REFs */
-    int any;    /* the node of every value */
+    Form json;
+    const Form *form; /* of a call, or NULL */
+    enum { JSON, PLAIN /* texts have no quotes but the form's, keys none */, ARGUMENTS /* the arguments of one */ } how;
 } Compiler;
 
 /* Schemas that a value must satisfy, all of them. done: bit k says that a case or value of words[k] was chosen;
@@ -61,7 +67,7 @@ typedef struct {
 static const char *const words[] = {"anyOf", "oneOf", "const", "enum"};
 enum { WORDS = 4, OPENED = 1 << WORDS };
 typedef struct {
-    int n;
+    int n, without; /* types that it must not have */
     struct {
         const cJSON *schema;
         int done;
@@ -69,6 +75,7 @@ typedef struct {
 } All;
 
 static int value_of(Compiler *c, All *all);
+static int any_value(Compiler *c);
 
 /* Appends the JSON pointer of a value in another one. */
 static bool find_place(const cJSON *in, const cJSON *value, Bytes *out) {
@@ -143,18 +150,35 @@ static const cJSON *resolve(Compiler *c, const cJSON *schema) {
 
 /* ---- literals, numbers, strings ---- */
 
+static void write_literal(const Compiler *c, const cJSON *value, Bytes *out) {
+    if (c->how == JSON || !cJSON_IsString(value)) {
+        json_written(out, value);
+    } else {
+        bytes_add(out, c->form->open.data, c->form->open.n);
+        bytes_text(out, value->valuestring);
+        bytes_add(out, c->form->close.data, c->form->close.n);
+    }
+}
+
+static int key_node(Compiler *c, const char *name, bool quotes) {
+    LocalJson word = json_word(name);
+    LocalText text = json_text(word);
+    if (c->how != JSON) return text_node(c->g, name, strlen(name));
+    return quotes ? text_node(c->g, text, strlen(text)) : text_node(c->g, text + 1, strlen(text) - 2);
+}
+
 static int literal(Compiler *c, const cJSON *value) {
     const bool object = cJSON_IsObject(value);
     const cJSON *each;
     if (!object && !cJSON_IsArray(value)) {
         LocalBytes text = {0};
-        json_written(&text, value);
+        write_literal(c, value, &text);
         return text_node(c->g, text.data, text.n);
     }
     int node = rule_node(c->g, object ? "\\{" : "\\[");
     cJSON_ArrayForEach(each, value) {
-        LocalJson name = object ? json_word(each->string) : NULL;
-        const int given = literal(c, each), item = object ? rule_node(c->g, "%: ?%", literal(c, name), given) : given;
+        const int given = literal(c, each);
+        const int item = object ? rule_node(c->g, "%: ?%", key_node(c, each->string, true), given) : given;
         node = rule_node(c->g, each == value->child ? "%%" : "%, ?%", node, item);
     }
     return rule_node(c->g, object ? "%\\}" : "%\\]", node);
@@ -170,12 +194,14 @@ static int literals(Compiler *c, const All *all, int i, int word) {
     const int node = value_of(c, &rest);
     if (list && (!cJSON_IsArray(given) || cJSON_GetArraySize(given) > MOST_NAMES))
         return refuse(c, all->of[i].schema, "enum", "is not an array of at most 4,096 values");
+    if (c->how == ARGUMENTS) return refuse(c, all->of[i].schema, words[word], "of whole arguments is not supported");
     for (each = list ? given->child : given; each; each = list ? each->next : NULL) {
         LocalText text = json_text(each);
         LocalBytes written = {0}; /* 1.0 is an integer, too, and a double does not hold all of them */
-        json_written(&written, each);
-        const bool fits = node == c->any || ends(c->g, state_run(c->g, node, text, strlen(text))) ||
-                          ends(c->g, state_run(c->g, node, written.data, written.n));
+        write_literal(c, each, &written);
+        if (c->how == PLAIN && !c->form->close.n && !cJSON_IsString(each)) continue; /* it would be read as a text */
+        const bool fits = node == any_value(c) || ends(c->g, state_run(c->g, node, written.data, written.n)) ||
+                          (c->how == JSON && ends(c->g, state_run(c->g, node, text, strlen(text))));
         if (fits) ids_add(&cases, literal(c, each));
     }
     return alt_node(c->g, cases.data, cases.n);
@@ -260,27 +286,55 @@ static int format_node(Grammar *g, const char *name) {
 
 static int string(Compiler *c, const All *all) {
     Grammar *g = c->g;
+    const bool plain = c->how != JSON;
+    const int letter = plain ? rule_node(g, "[^\\x00]") : g->letter;
     int least, most, node = -1;
     counts(c, all, "minLength", "maxLength", &least, &most);
-    if (least || most < INT32_MAX) node = repeat_node(g, g->letter, least, most < INT32_MAX ? most : ENDLESS);
+    if (plain || least || most < INT32_MAX) node = repeat_node(g, letter, least, most < INT32_MAX ? most : ENDLESS);
+    if (plain) node = but_node(g, node, c->form->stop);
     for (int i = 0; i < all->n; i++) {
         const cJSON *schema = all->of[i].schema, *pattern = json_get(schema, "pattern");
         const char *format = json_string(schema, "format");
         LocalBytes why = {0};
         if (pattern && !cJSON_IsString(pattern)) return refuse(c, schema, "pattern", "is not a text");
-        if (pattern) node = narrowed(g, node, pattern_node(g, pattern->valuestring, true, &why));
+        if (pattern) node = narrowed(g, node, pattern_node(g, pattern->valuestring, letter, &why));
         if (why.n) return refuse(c, schema, "pattern", why.data);
         if (format && format_node(g, format) == NEVER) return refuse(c, schema, "format", "is of an unknown kind");
         if (format) node = narrowed(g, node, format_node(g, format));
     }
     if (node < 0) node = repeat_node(g, g->letter, 0, ENDLESS);
-    return rule_node(g, "\"%\"", node);
+    if (!plain) return rule_node(g, "\"%\"", node);
+    const Bytes open = c->form->open, close = c->form->close;
+    return rule_node(g, "%%%", text_node(g, open.data, open.n), node, text_node(g, close.data, close.n));
 }
 
 /* ---- objects and arrays ---- */
 
-/* What the schemas make of the value of a member; name: NULL: of one that they do not name. next: of each schema the
- * property that is likely to have that name. */
+/* What stands behind the key of an argument. In the form of XML a text could be read as another value, so that only
+ * null may stand in its place, or anything at all. */
+static int argument(Compiler *c, All *values) {
+    static const int without[] = {ALL & ~STRING, ALL & ~NIL, STRING | NIL};
+    const Form *f = c->form;
+    const bool texts = f->stop != NEVER, apart = texts && !f->close.n;
+    int part[3] = {NEVER, NEVER, NEVER}, node = NEVER; /* texts, null, others */
+    for (int i = 0; i < 3 && apart; i++) {
+        All some = *values;
+        some.without = without[i];
+        c->how = i ? JSON : PLAIN;
+        part[i] = value_of(c, &some);
+    }
+    c->how = texts && !apart ? PLAIN : JSON;
+    const bool mixed = part[0] != NEVER && part[2] != NEVER;
+    if (mixed || !apart) node = value_of(c, values);
+    if (mixed && node != any_value(c))
+        refuse(c, values->of[0].schema, "type", "has texts and others, which this model's calls do not tell apart");
+    c->how = ARGUMENTS;
+    return apart ? rule_node(c->g, "%%|%(%|%)", f->equals[0], part[0], f->equals[1], part[1], part[2])
+                 : rule_node(c->g, "%%", f->equals[1], node);
+}
+
+/* What the schemas make of what stands behind the key of a member; name: NULL: of one that they do not name. next: of
+ * each schema the property that is likely to have that name. */
 static int member_value(Compiler *c, const All *all, const char *name, const cJSON **next) {
     All values = {0};
     for (int i = 0; i < all->n; i++) {
@@ -290,21 +344,21 @@ static int member_value(Compiler *c, const All *all, const char *name, const cJS
         if (own) next[i] = own->next;
         add_schema(c, &values, own ? own : json_get(schema, "additionalProperties"));
     }
-    return value_of(c, &values);
+    return c->how == ARGUMENTS ? argument(c, &values) : rule_node(c->g, "%%", c->json.equals[1], value_of(c, &values));
 }
 
-/* Any member that has none of these names. Its own is written without \uXXXX, so that each name has one form only. */
+/* A key, without quotes. In JSON it has no \uXXXX, so that each name has one form only. */
+static int any_key(Compiler *c) {
+    return c->how == JSON ? rule_node(c->g, "%*", c->g->plain) : rule_node(c->g, "[a-zA-Z0-9_\\x80-\\uffff.-]+");
+}
+
+/* Any member that has none of these names. */
 static int other_member(Compiler *c, const All *all, const cJSON *names) {
-    Grammar *g = c->g;
     const cJSON *each;
     LocalIds known = {0};
-    cJSON_ArrayForEach(each, names) {
-        LocalJson word = json_word(each->string);
-        LocalText text = json_text(word);
-        ids_add(&known, text_node(g, text + 1, strlen(text) - 2));
-    }
-    const int name = but_node(g, rule_node(g, "%*", g->plain), alt_node(g, known.data, known.n));
-    return rule_node(g, "\"%\": ?%", name, member_value(c, all, NULL, NULL));
+    cJSON_ArrayForEach(each, names) ids_add(&known, key_node(c, each->string, false));
+    const int name = but_node(c->g, any_key(c), alt_node(c->g, known.data, known.n));
+    return rule_node(c->g, c->how == JSON ? "\"%\"%" : "%%", name, member_value(c, all, NULL, NULL));
 }
 
 /* The names of members in the order in which the schemas have them; true: it is required. */
@@ -336,6 +390,7 @@ static int object(Compiler *c, const All *all) {
     Grammar *g = c->g;
     LocalJson names = names_of(c, all);
     LocalIds value = {0};
+    const Form *f = c->how == ARGUMENTS ? c->form : &c->json;
     const cJSON *each, *next[MOST_SCHEMAS];
     bool open = true, given = false;
     for (int i = 0; i < all->n; i++) {
@@ -350,16 +405,18 @@ static int object(Compiler *c, const All *all) {
         if (cJSON_IsTrue(each) && value.data[value.n - 1] == NEVER) return NEVER;
     }
     const int other = open || given ? other_member(c, all, names) : NEVER;
-    int behind = rule_node(g, "(, ?%)*\\}", other), first = rule_node(g, "(%(, ?%)*)?\\}", other, other);
+    int behind = rule_node(g, "(%%)*%", f->next, other, f->end);
+    int first = rule_node(g, "%|%%%", f->none, f->first, other, behind);
     each = names->child ? names->child->prev : NULL; /* the last one */
     for (size_t i = value.n; i-- > 0; each = each->prev) {
         const bool must = cJSON_IsTrue(each);
-        LocalJson word = json_word(each->string);
-        const int own = rule_node(g, "%: ?%%", literal(c, word), value.data[i], behind);
-        first = rule_node(g, must ? "%" : "%|%", own, first);
-        behind = rule_node(g, must ? ", ?%" : ", ?%|%", own, behind);
+        const int key = key_node(c, each->string, true), own = rule_node(g, "%%%", key, value.data[i], behind);
+        if (c->how != JSON && !ends(g, state_run(g, any_key(c), each->string, strlen(each->string))))
+            return refuse(c, all->of[0].schema, each->string, "is a name that this model's calls cannot have");
+        first = rule_node(g, must ? "%%" : "%%|%", f->first, own, first);
+        behind = rule_node(g, must ? "%%" : "%%|%", f->next, own, behind);
     }
-    return rule_node(g, "\\{%", first);
+    return first;
 }
 
 /* Built from the end, too: what may follow i items. */
@@ -424,10 +481,11 @@ static int typed(Compiler *c, const All *all) {
             for (int k = 0; k < 4; k++) told |= text_listed(about[k].keywords, each->string) ? about[k].type : 0;
         }
     }
-    if (types == ALL && !told) return c->any;
-    if (!declared) types = told;
-    const int cases[] = {types & NIL ? rule_node(c->g, "null") : NEVER,
-                         types & BOOLEAN ? rule_node(c->g, "true|false") : NEVER,
+    if (types == ALL && !told && !all->without) return any_value(c);
+    if (!declared && told) types = told;
+    types &= ~all->without;
+    const int cases[] = {types & NIL ? rule_node(c->g, c->form ? "null|None" : "null") : NEVER,
+                         types & BOOLEAN ? rule_node(c->g, c->form ? "true|false|True|False" : "true|false") : NEVER,
                          types & (INTEGER | FRACTION) ? number(c, all, !(types & FRACTION)) : NEVER,
                          types & STRING ? string(c, all) : NEVER,
                          types & ARRAY ? array(c, all) : NEVER,
@@ -482,7 +540,7 @@ static void open_schema(Compiler *c, All *all, int i) {
 
 static int value_of(Compiler *c, All *all) {
     LocalIds key = {0};
-    ids_add(&key, c->serial);
+    ids_append(&key, (const int[]){c->serial, (int)c->how, all->without}, 3);
     for (int i = 0; i < all->n && !c->e->code; i++) {
         const uintptr_t address = (uintptr_t)all->of[i].schema;
         if (cJSON_IsFalse(all->of[i].schema)) return NEVER;
@@ -502,21 +560,29 @@ static int value_of(Compiler *c, All *all) {
     return c->g->node[ref].target = node;
 }
 
-static Compiler compiler(Grammar *g, const cJSON *schema, const char *name, Error *e) {
-    Compiler c = {.g = g, .root = schema, .name = name, .e = e, .serial = g->nodes};
+/* The node of every value. */
+static int any_value(Compiler *c) {
+    Grammar *g = c->g;
     const All all = {0};
-    e->code = 0;
-    make_letters(g);
-    c.any = ref_node(g, NULL, 0);
-    const int any = rule_node(g, "null|true|false|%|%|%|%", number(&c, &all, false), string(&c, &all), array(&c, &all),
-                              object(&c, &all));
-    g->node[c.any].target = any;
-    return c;
+    const int key[] = {(int)c->how, c->form != NULL}, before = g->nodes, ref = ref_node(g, key, 2);
+    if (ref < before) return ref;
+    const int value = rule_node(g, c->form ? "null|None|true|True|false|False|%|%|%|%" : "null|true|false|%|%|%|%",
+                                number(c, &all, false), string(c, &all), array(c, &all), object(c, &all));
+    g->node[ref].target = value;
+    return ref;
 }
 
-int schema_node(Grammar *g, const cJSON *schema, const char *name, Error *e) {
-    Compiler c = compiler(g, schema, name, e);
-    All all = {0};
+int schema_node(Grammar *g, const cJSON *schema, const char *name, const Form *form, Error *e) {
+    Compiler c = {.g = g, .root = schema, .name = name, .e = e, .serial = g->nodes, .form = form};
+    All all = {.without = form ? ALL & ~OBJECT : 0};
+    e->code = 0;
+    make_letters(g);
+    c.how = form ? ARGUMENTS : JSON;
+    c.json = (Form){.first = rule_node(g, "\\{"),
+                    .next = rule_node(g, ", ?"),
+                    .end = rule_node(g, "\\}"),
+                    .none = rule_node(g, "\\{\\}"),
+                    .equals[1] = rule_node(g, ": ?")};
     add_schema(&c, &all, schema);
     const int node = value_of(&c, &all);
     if (gave_up(g)) refuse(&c, schema, "the schema", "has patterns or limits that take too long together");
@@ -530,8 +596,8 @@ int schema_node(Grammar *g, const cJSON *schema, const char *name, Error *e) {
     return e->code ? -1 : node;
 }
 
-int any_object_node(Grammar *g) {
+int any_object_node(Grammar *g, const Form *form) {
     Error e;
-    Compiler c = compiler(g, NULL, "", &e);
-    return object(&c, &(All){0});
+    LocalJson object = json_object("type", json_word("object"), NULL);
+    return schema_node(g, object, "", form, &e);
 }

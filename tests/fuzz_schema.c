@@ -1,4 +1,5 @@
-/* Any bytes as a schema, a line break, and a text; a first byte of 'r' makes the schema a pattern. Promises: it is
+/* Any bytes as a schema, a line break, and a text; a first byte of 'r' makes the schema a pattern, 'x' or
+ * 'g' that of a call's arguments. Promises: it is
  * refused with a message or compiled within bounds; the text is read without a fault, and behind each byte that could
  * come, unless the text may end there, another one can. */
 #include "../json/json.h"
@@ -19,11 +20,20 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     if (size && *schema == 'r') {
         LocalText pattern = copy_text(schema + 1, size - 1);
         make_letters(&g);
-        node = pattern_node(&g, pattern, n % 2, &why);
+        node = pattern_node(&g, pattern, n % 2 ? g.letter : NEVER, &why);
         if (why.n || !grammar_settle(&g, node)) node = -1;
     } else {
-        LocalJson json = json_parse(schema, size, "schema", &e);
-        if (json) node = schema_node(&g, json, "schema", &e);
+        const bool call = size && strchr("xg", *schema); /* arguments as XML or as Gemma has them */
+        const Form form = {.first = rule_node(&g, "<"),
+                           .next = rule_node(&g, "/;<"),
+                           .end = rule_node(&g, "/;"),
+                           .none = rule_node(&g, ";"),
+                           .equals = {rule_node(&g, ">"), rule_node(&g, "=")},
+                           .stop = rule_node(&g, "%/;%", g.all, g.all),
+                           .open = bytes_of(*schema == 'g' ? "'" : ""),
+                           .close = bytes_of(*schema == 'g' ? "/;" : "")};
+        LocalJson json = json_parse(schema + call, size - call, "schema", &e);
+        if (json) node = schema_node(&g, json, "schema", call ? &form : NULL, &e);
         assert(node >= 0 || *e.text);
     }
     int state = node < 0 ? NEVER : node;

@@ -3,10 +3,20 @@
 #include "../json/json.h"
 #include "parrot.h"
 
+/* The grammar of a schema or, behind an x or g, of arguments as XML has them, where a text is written as it is, or as
+ * Gemma has them, with marks in place of quotes. */
 static int schema_of(Grammar *g, const char *text, Error *e) {
-    LocalJson json = json_parse(text, strlen(text), "schema", e);
+    const bool xml = *text == 'x', call = xml || *text == 'g';
     grammar_open(g);
-    const int node = json ? schema_node(g, json, "schema", e) : -1;
+    Form form = {.first = rule_node(g, xml ? "<k " : "\\{"),
+                 .next = rule_node(g, xml ? "</k><k " : ","),
+                 .end = rule_node(g, xml ? "</k>;" : "\\};"),
+                 .none = rule_node(g, xml ? ";" : "\\{\\};"),
+                 .equals = {rule_node(g, xml ? ">" : ":"), rule_node(g, xml ? ">" : ":")},
+                 .stop = rule_node(g, xml ? "%</k>%" : "%\\|%", g->all, g->all)};
+    if (!xml) form.open = form.close = bytes_of("|");
+    LocalJson json = json_parse(text + call, strlen(text + call), "schema", e);
+    const int node = json ? schema_node(g, json, "schema", call ? &form : NULL, e) : -1;
     return node < 0 ? NEVER : node;
 }
 
@@ -45,7 +55,21 @@ static void grammars_have_these_texts(void) {
          "\"ab\"\n\"ababab\"\n\"aba\""},
         {"{\"type\":\"string\",\"format\":\"date\"}", "\"2026-02-28\"\n\"2026-12-31\"",
          "\"2026-02-30\"\n\"2026-13-01\"\n\"26-01-01\""},
-        {"{\"type\":\"string\",\"nullable\":true}", "null\n\"\"", "1\ntrue"}};
+        {"{\"type\":\"string\",\"nullable\":true}", "null\n\"\"", "1\ntrue"},
+        {"x{\"properties\":{\"a\":{\"type\":\"string\",\"minLength\":2,\"maxLength\":100000}},\"required\":[\"a\"]}",
+         "<k a>\"b\"</k>;\n<k a></k</k>;\n<k a>\xC3\xA9\xC3\xA9</k>;",
+         "<k a>a</k>;\n<k a>ab</k>c</k>;\n<k a>\xC3\xA9</k>;\n;\n<k b>ab</k>;\n<k a>ab</k><k b>ab</k>;"},
+        {"x{\"$defs\":{\"e\":{\"enum\":[\"x\",\"</k>\",\"1\"]}},\"properties\":{\"a\":{\"$ref\":\"#/$defs/"
+         "e\"},\"b\":{\"type\":"
+         "[\"null\",\"string\"],\"pattern\":\"^[</k>]*$\"},\"c\":{\"items\":{\"type\":\"string\"}}}}",
+         ";\n<k a>1</k>;\n<k a>x</k><k b></></k>;\n<k b>null</k><k c>[\"b\",\"</k>\"]</k>;\n<k b>None</k>;",
+         "<k a>\"x\"</k>;\n<k a></k></k>;\n<k b></k></k>;\n<k b>nul</k>;\n<k c>[b]</k>;\n<k b>k</k><k a>1</k>;"},
+        {"x{\"type\":\"object\"}", ";\n<k a>1</k>;\n<k a>{\"b\": 1}</k><k b>x</k>;", "<k <>1</k>;\n<k a>a</k>"},
+        {"g{\"properties\":{\"a\":{\"enum\":[\"x\",1]},\"b\":{\"type\":\"object\",\"properties\":{\"c\":{\"type\":"
+         "\"string\"}},"
+         "\"additionalProperties\":{\"type\":\"array\"}}}}",
+         "{};\n{a:|x|};\n{a:1,b:{c:|\"|}};\n{b:{d:[|x|,1.5,{e:True}],f:[]}};",
+         "{a:x};\n{a:\"x\"};\n{a:|y|};\n{b:{\"c\":|x|}};\n{b:{c:1}};\n{b:{d:{}}};"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         Grammar g;
         Error e = {0};
@@ -165,7 +189,7 @@ static double time_of_tools(int tools) {
     for (int i = 0; i < tools; i++) {
         LocalText one = text_print("{\"properties\":{\"a%d\":{\"type\":\"string\"},\"b\":{\"type\":\"integer\"}}}", i);
         LocalJson json = json_parse(one, strlen(one), "schema", &e);
-        check(schema_node(&g, json, "schema", &e) >= 0, "%s", e.text);
+        check(schema_node(&g, json, "schema", NULL, &e) >= 0, "%s", e.text);
     }
     const double took = (double)(clock() - begun);
     grammar_close(&g);
@@ -192,7 +216,11 @@ static void masks_have_the_tokens_that_can_be_read(void) {
         "{\"type\":\"string\",\"pattern\":\"^(\\\\w+ ){2,4}[^a]*$\",\"maxLength\":40}",
         "{\"type\":\"string\",\"pattern\":\"^.{3,20}$|^[^\\u00e9]{5,40}$\"}",
         "{\"type\":\"string\",\"pattern\":\"^([a-z] *)?$\"}",
-        "{\"type\":\"string\",\"pattern\":\"^(ab|[c-z ]{2})*END.{20}$\",\"maxLength\":100}"};
+        "{\"type\":\"string\",\"pattern\":\"^(ab|[c-z ]{2})*END.{20}$\",\"maxLength\":100}",
+        "x{\"properties\":{\"a\":{\"type\":\"string\",\"minLength\":3,\"maxLength\":50},\"b\":{\"type\":\"string\"},"
+        "\"c\":{}}}",
+        "g{\"properties\":{\"a\":{\"type\":\"string\",\"pattern\":\"^[a-z]+ "
+        ".\",\"maxLength\":60}},\"required\":[\"a\"]}"};
     enum { SCHEMAS = sizeof schemas / sizeof *schemas };
     Error e;
     uint64_t random = 7;

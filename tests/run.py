@@ -53,6 +53,7 @@ WAITS = ("hub.faults", "serve.a_client_that_does_not_read_is_cut_off", "hub.kill
          "serve.slow_requests_end")
 # Of the others, those that take long start first: seconds of processor time.
 COSTS = {"tiny.questions_that_were_held_out": 40, "json.every_format_keeps_schemas": 40,
+         "json.strict_calls_behind_a_preamble": 50, "json.calls_in_other_forms_keep_their_schemas": 40,
          "json.answers_of_tiny_satisfy_random_schemas": 25,
          "json.answers_of_random_weights_satisfy_random_schemas": 15, "json.hostile_patterns": 12,
          "emulated gpu: every encoding of safetensors": 32,

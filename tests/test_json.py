@@ -194,9 +194,61 @@ def test_calls_keep_their_schemas():
         s.refuses("/v1/chat/completions", {**ask, "tools": bad}, "tools[0].function.parameters", "not at #")
 
 
+def each_call(text):
+    return "{% for c in m.tool_calls %}{% set f = c.function %}" + text + "{% endfor %}"
+
+
+ARGUMENTS, LAST = "{% for k, v in f.arguments.items() %}", "{{ ', ' if not loop.last }}{% endfor %}"
+PLAIN = "{{ v if v is string else v | tojson }}"  # as GLM's, MiniMax's and DeepSeek's templates have it
+GEMMA = ("{% macro put(v) %}{% if v is string %}QUOTE{{ v }}QUOTE{% elif v is mapping %}{{ '{' }}{% for k, w in v | dictsort %}{{ k }}:"
+         "{{ put(w) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}{% else %}{{ v }}{% endif %}{% endmacro %}")
+FORMS = {  # calls that are no JSON, as published templates write them: of message m, and what a model says; marks of thoughts
+    "Qwen3-Coder": (each_call("<tool_call>\n<function={{ f.name }}>\n" + ARGUMENTS + "<parameter={{ k }}>\n{{ v | string }}\n</parameter>\n"
+                              "{% endfor %}</function>\n</tool_call>"),
+                    "<tool_call>¦\n<function=add>\n<parameter=a>\n5\n</parameter>\n<parameter=b>\nx\n</parameter>\n</function>\n¦</tool_call>",
+                    None),
+    "GLM": (each_call("\n<tool_call>{{ f.name }}\n" + ARGUMENTS + "<arg_key>{{ k }}</arg_key>\n<arg_value>" + PLAIN + "</arg_value>\n"
+                      "{% endfor %}</tool_call>"),
+            "<tool_call>¦add\n<arg_key>a</arg_key>\n<arg_value>5</arg_value>\n<arg_key>b</arg_key>\n<arg_value>x</arg_value>\n¦</tool_call>",
+            ("<think>", "</think>")),
+    "Seed": (each_call("<seed:tool_call>\n<function={{ f.name }}>\n" + ARGUMENTS + "<parameter={{ k }}>{{ v }}</parameter>\n{% endfor %}"
+                       "</function>\n</seed:tool_call>"),
+             "<seed:tool_call>¦\n<function=add>\n<parameter=a>5</parameter>\n<parameter=b>x</parameter>\n</function>\n¦</seed:tool_call>",
+             ("<seed:think>", "</seed:think>")),
+    "MiniMax": ("<minimax:tool_call>\n" + each_call('<invoke name="{{ f.name }}">\n' + ARGUMENTS + '<parameter name="{{ k }}">' + PLAIN +
+                                                    "</parameter>\n{% endfor %}</invoke>\n") + "</minimax:tool_call>",
+                '<minimax:tool_call>¦\n<invoke name="add">\n<parameter name="a">5</parameter>\n<parameter name="b">x</parameter>\n</invoke>\n¦'
+                "</minimax:tool_call>", ("<think>", "</think>")),
+    "DeepSeek V3.2": ("<｜DSML｜function_calls>\n" + each_call(
+        '<｜DSML｜invoke name="{{ f.name }}">\n' + ARGUMENTS + """<｜DSML｜parameter name="{{ k }}" string="{{ 'true' if v is string else 'false' }}">"""
+        + PLAIN + "</｜DSML｜parameter>\n{% endfor %}</｜DSML｜invoke>\n") + "</｜DSML｜function_calls>",
+        '<｜DSML｜function_calls>¦\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="false">5</｜DSML｜parameter>\n'
+        '¦<｜DSML｜parameter name="b" string="true">x</｜DSML｜parameter>\n</｜DSML｜invoke>\n¦</｜DSML｜function_calls>',
+        ("<think>", "</think>")),
+    "Gemma 4": (GEMMA.replace("QUOTE", '<|"|>') + each_call("<|tool_call>call:{{ f.name }}{{ put(f.arguments) }}<tool_call|>"),
+                '<|tool_call>¦call:add{a:5,b:<|"|>x<|"|>}¦<tool_call|>', ("<|channel>thought", "<channel|>")),
+    "FunctionGemma": (GEMMA.replace("QUOTE", "<escape>") +
+                      each_call("<start_function_call>call:{{ f.name }}{{ put(f.arguments) }}<end_function_call>"),
+                      "<start_function_call>¦call:add{a:5,b:<escape>x<escape>}¦<end_function_call>", None),
+    "LFM2": (each_call("<|tool_call_start|>[{{ f.name }}(" + ARGUMENTS + """{{ k }}={{ "'" + v + "'" if v is string else v | string }}""" + LAST +
+                       ")]<|tool_call_end|>"), '<|tool_call_start|>¦[add(a=5, b="x")]¦<|tool_call_end|>', ("<think>", "</think>")),
+    "Olmo 3": (each_call("<function_calls>\n{{ f.name }}(" + ARGUMENTS + """{{ k }}={{ "'" + v + "'" if v is string else v | tojson }}""" + LAST +
+                         ")\n</function_calls>"), '<function_calls>¦\nadd(a=5, b="x")\n¦</function_calls>', ("<think>", "</think>")),
+    "pythonic": (each_call("[{{ f.name }}(" + ARGUMENTS + '{{ k }}="{{ v }}"' + LAST + ")]"), '[add(a=5,¦ b="x")]', None),
+}
+
+
+def form_template(name):
+    """A chat template that writes calls in this form. Its prompts end inside of a thought, or behind an empty one."""
+    from test_answers import TURNS
+    written, _, marks = FORMS[name]
+    begun = f"{marks[0]}\n{{% if not enable_thinking %}}\n{marks[1]}\n\n{{% endif %}}" if marks else ""
+    return TURNS.replace("CALLS", written).replace("BEGUN", begun)
+
+
 def test_strict_calls_behind_a_preamble(folder):
     """Whether the mark of a call is a token or spelled, what follows it keeps the schema, and no text has that mark. Published
-    templates, and short ones of formats that have none here."""
+    templates, and short ones of formats that have none here, thinking on and off where they have thoughts."""
     needs("serve", "formats", "families")
     from test_answers import CALLS, TURNS
     from test_chat import speaker
@@ -213,16 +265,22 @@ def test_strict_calls_behind_a_preamble(folder):
         close = tokens[-1] if behind.endswith(tokens[-1]) else ""
         said = [tokens[0], before.removeprefix(tokens[0]), "ARGUMENTS", behind.removesuffix(close), close, "<|im_end|>"]
         calls[row] = "SmolLM2", TURNS.replace("CALLS", written).replace("BEGUN", ""), [text for text in said if text]
+    for row, (_, said, marks) in FORMS.items():
+        for thinks in (False, True)[:1 + bool(marks)]:
+            calls[row + ", thinking" * thinks] = "SmolLM2", form_template(row), [*said.split("¦"), "<|im_end|>"]
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = dict(zip([*plain, *(b for b in range(256) if b not in plain)], map(chr, [*plain, *range(256, 324)])))
 
     def check(name, spelled, good):
         model, template, said = calls[name]
         marks = [part for part in (said[0], said[-2]) if re.fullmatch(r"[<[]\S+[]>]", part)]
-        said = [part.replace("ARGUMENTS", '{"a": 5, "b": "x"}' if good else '{"a": 50, "b": "x"}') for part in said]
+        said = [part.replace("ARGUMENTS", '{"a": 5, "b": "x"}') for part in said]
+        said = [part if good else re.sub(r"\b5\b", "50", part) for part in said]
+        thought = ["Hm. ", FORMS[name.removesuffix(", thinking")][2][1]] if name.endswith(", thinking") else []
+        preamble = ["I look. "] if name != "pythonic" else []  # its calls begin an answer
         if spelled:
             said = [half for part in said for half in ((part[:5], part[5:]) if part in marks else (part,))]
-        made = speaker(model, folder, "I look. ", *said, template=template)
+        made = speaker(model, folder, *thought, *preamble, *said, template=template)
         path = made / "tokenizer.json"
         tokenizer = json.loads(path.read_text())
         for token in tokenizer["added_tokens"]:  # what the model says is in its vocabulary
@@ -232,13 +290,65 @@ def test_strict_calls_behind_a_preamble(folder):
         tokenizer["added_tokens"] = [t for t in kept if not (spelled and t["content"] in marks)]
         path.write_text(json.dumps(tokenizer))
         with Server(made, program=helpers.PLAIN) as s:
-            choice = s.post("/v1/chat/completions", ask)["choices"][0]
-        expect(choice["message"]["content"].strip() == "I look." or not good, choice)
+            choice = s.post("/v1/chat/completions", {**ask, "chat_template_kwargs": {"enable_thinking": bool(thought)}})["choices"][0]
+        expect((choice["message"]["content"] or "").strip() == "".join(preamble).strip() or not good, choice)
+        expect(choice["message"].get("reasoning_content", "").strip() == "".join(thought[:1]).strip(), choice)
         for call in choice["message"].get("tool_calls") or []:
             expect(valid([(schema, call["function"]["arguments"])])[0], choice)
         expect(choice["finish_reason"] == "tool_calls" or not good, choice)
     each([(name, spelled, good) for name in calls for spelled in (True, False) for good in (True, False)
           if name != "Kimi" or not spelled], check)  # Kimi's calls are told by the tokens
+
+
+def test_calls_in_other_forms_keep_their_schemas(folder):
+    """Calls that are no JSON, by a model of random weights, with marks that are tokens, thinking on and off: texts with all kinds of
+    limits, optional parameters, and other functions. What a form cannot hold is refused."""
+    needs("serve", "formats")
+    from test_answers import CALLS, model
+    text = {"type": "string", "maxLength": 5}
+    schema = {"type": "object", "$defs": {"kind": {"enum": ["1", "true", "two\nlines"]}}, "additionalProperties": False,
+              "properties": {"whole": {"type": "integer", "minimum": 0, "maximum": 9}, "kind": {"$ref": "#/$defs/kind"},
+                             "maybe": {"anyOf": [text, {"type": "null"}]}, "list": {"type": "array", "items": text, "maxItems": 2},
+                             "deep": {"type": "object", "properties": {"x": {"type": "boolean"}, "y": text}, "required": ["x"]},
+                             "code": {"type": "string", "pattern": "^[0-9]{2}"}, "day": {"type": "string", "format": "date"},
+                             "off": {"enum": [False, None, 1.5]}},
+              "required": ["whole", "kind", "maybe", "list", "code"]}
+    schema["properties"]["code"]["maxLength"] = 6
+
+    def tool(name, parameters, strict):
+        return {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters, "strict": strict}}
+    add = tool("add", schema, True)
+    others = [tool("any", {"type": "object"}, False), tool("bare", {"type": "object", "properties": {}}, True)]
+    refused = {"type": {"anyOf": [{"type": "string"}, {"type": "integer"}]}, "a b": {}, "not": {"not": {}}}
+    ended = dict.fromkeys(FORMS, 0)
+
+    def check_form(name):
+        marks = FORMS[name][2] or ()
+        made = model(folder, form_template(name), [*CALLS[name][2], *(mark for mark in marks if "thought" not in mark)])
+        tokenizer = json.loads((made / "tokenizer.json").read_text())
+        end = next(t["id"] for t in tokenizer["added_tokens"] if t["content"] == "<|im_end|>")
+        (made / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+        config = json.loads((made / "config.json").read_text())
+        (made / "config.json").write_text(json.dumps({**config, "eos_token_id": end}))
+        with Server(made, program=helpers.PLAIN) as s:
+            ask = {"messages": [{"role": "user", "content": "x"}], "temperature": 1, "max_tokens": 900}
+            for i in range(12):
+                body = {**ask, "seed": i, "tools": [add, *others], "tool_choice": "required" if i % 3 else
+                        {"type": "function", "function": {"name": "add"}}, "chat_template_kwargs": {"enable_thinking": i % 2 > 0}}
+                choice = s.post("/v1/chat/completions", body)["choices"][0]
+                calls = choice["message"].get("tool_calls") or []
+                expect(len(calls) == 1 or choice["finish_reason"] == "length", choice)
+                for call in calls if choice["finish_reason"] == "tool_calls" else ():
+                    given = call["function"]["arguments"]
+                    expect(call["function"]["name"] != "add" or valid([(schema, given)])[0], choice)
+                    expect(call["function"]["name"] != "bare" or given == "{}", choice)
+                    ended[name] += call["function"]["name"] == "add"
+            for word, value in refused.items():
+                if word == "not" or name in ("Qwen3-Coder", "GLM", "Seed", "MiniMax", "DeepSeek V3.2") or word == "a b":
+                    bad = tool("f", {"type": "object", "properties": {"a b" if word == "a b" else "x": value}}, True)
+                    s.refuses("/v1/chat/completions", {**ask, "tools": [bad]}, "tools[0].function.parameters", f"{word} at #")
+    each([(name,) for name in FORMS], check_form)
+    expect(all(ended.values()), ended)
 
 
 def test_client_libraries():
