@@ -50,24 +50,19 @@ static int mark(const Maker *m, const char *name) {
     return id >= 0 ? token_node(m->g, id) : text_node(m->g, name, strlen(name));
 }
 
-/* The tokens that end an answer: the model's, and its chat format's. Marks of thoughts and calls do not. */
-static void add_ends(const Maker *m, Ids *out) {
+/* What ends an answer: the model's tokens, and its chat format's. Marks of thoughts and calls do not. */
+static int answer_end(const Maker *m) {
     const Ids *stop = &m->m->checkpoint.stop;
     const Chat *chat = &m->m->chat;
     const bool marked = m->talk && chat->answer != &harmony; /* see formats/answers.h */
+    LocalIds cases = {0};
     for (size_t i = 0; i < stop->n; i++) {
         int k = 0;
         while (k < 4 && marked && chat->control[k] != stop->data[i]) k++;
-        if (k == 4 || !marked) ids_add(out, stop->data[i]);
+        if (k == 4 || !marked) ids_add(&cases, token_node(m->g, stop->data[i]));
     }
-    if (marked && chat->control[4] >= 0) ids_add(out, chat->control[4]);
-}
-
-static int answer_end(const Maker *m) {
-    LocalIds ends = {0};
-    add_ends(m, &ends);
-    for (size_t i = 0; i < ends.n; i++) ends.data[i] = token_node(m->g, ends.data[i]);
-    return alt_node(m->g, ends.data, ends.n);
+    if (marked && chat->control[4] >= 0) ids_add(&cases, token_node(m->g, chat->control[4]));
+    return alt_node(m->g, cases.data, cases.n);
 }
 
 /* ---- what the text must be ---- */
@@ -207,14 +202,10 @@ static bool quoted(Bytes text) { /* a control token may end with any bytes */
 
 /* How a call ends that the template ends so: up to a token that ends answers, and any of those. */
 static int call_end(const Maker *m, Bytes text) {
-    LocalIds ends = {0};
-    add_ends(m, &ends);
-    for (size_t i = 0; i < ends.n; i++) {
-        const Bytes end = token_text(kept.words, ends.data[i]);
-        const char *at = text.n ? memmem(text.data, text.n, end.data, end.n) : NULL;
-        if (at) text.n = (size_t)(at - text.data);
-    }
-    return seq_node(m->g, text_node(m->g, text.data, text.n), answer_end(m));
+    const int end = answer_end(m);
+    size_t n = 0;
+    while (n < text.n && !ends(m->g, state_run(m->g, end, text.data + n, 4))) n++; /* it ends with a NUL */
+    return seq_node(m->g, text_node(m->g, text.data, n), end);
 }
 
 /* How calls are written in other formats than harmony: as the model's template writes one. *end: what follows arguments
@@ -270,11 +261,11 @@ static int harmony_call(const Maker *m, const char *name, int given) {
 }
 
 static int other_call(const Maker *m, const char *name, int given, int end) {
-    LocalIds begin = {0};
-    int node = NOTHING;
-    if (!chat_force(&m->m->chat, "none", name, &begin, m->e)) return NEVER;
-    for (size_t i = 0; i < begin.n; i++) node = seq_node(m->g, node, token_node(m->g, begin.data[i]));
-    return rule_node(m->g, "%%%", node, given, end);
+    LocalIds ids = {0};
+    LocalBytes begin = {0};
+    if (!chat_force(&m->m->chat, "none", name, &ids, m->e)) return NEVER;
+    add_tokens(&ids, &begin);
+    return rule_node(m->g, "%%%", text_node(m->g, begin.data, begin.n), given, end);
 }
 
 /* Calls of one of the functions that may come. */
