@@ -49,7 +49,7 @@ static int node_of(Grammar *g, const int *t, size_t n) {
 
 #define NODE(g, ...) node_of(g, (const int[]){__VA_ARGS__}, sizeof((const int[]){__VA_ARGS__}) / sizeof(int))
 
-static int by_number(const void *a, const void *b) { return *(const int *)a - *(const int *)b; }
+int by_number(const void *a, const void *b) { return *(const int *)a - *(const int *)b; }
 
 /* Some SET or BYTES begins or ends at this byte. */
 static void add_edge(Grammar *g, int byte) {

@@ -55,6 +55,7 @@ int seq_node(Grammar *g, int a, int b);
 int alt_node(Grammar *g, const int *node, size_t n);
 int repeat_node(Grammar *g, int node, int least, int most); /* most may be ENDLESS */
 int both_node(Grammar *g, int a, int b);
+int by_number(const void *a, const void *b); /* for qsort() of ints, or of what begins with one */
 int but_node(Grammar *g, int a, int b);
 /* The one with that key; Node.target says what it means. */
 int ref_node(Grammar *g, const int *key, size_t n);

@@ -68,13 +68,11 @@ static int letters_node(Grammar *g, const Ids *ranges, bool json) {
     return alt_node(g, cases.data, cases.n);
 }
 
-static int by_first(const void *a, const void *b) { return *(const int *)a - *(const int *)b; }
-
 /* The letters that are in none of the ranges. */
 static void complement(Ids *ranges, int last) {
     LocalIds out = {0};
     int next = 0;
-    if (ranges->n) qsort(ranges->data, ranges->n / 2, 2 * sizeof(int), by_first);
+    if (ranges->n) qsort(ranges->data, ranges->n / 2, 2 * sizeof(int), by_number);
     for (size_t i = 0; i < ranges->n; i += 2) {
         if (ranges->data[i] > next) ids_append(&out, (const int[]){next, ranges->data[i] - 1}, 2);
         if (ranges->data[i + 1] >= next) next = ranges->data[i + 1] + 1;
