@@ -112,7 +112,8 @@ int repeat_node(Grammar *g, int node, int least, int most) {
 
 static int and_node(Grammar *g, int a, int b) {
     if (barren(g, a) || barren(g, b)) return NEVER;
-    return a == b ? a : a < b ? NODE(g, AND, a, b) : NODE(g, AND, b, a);
+    if (a == b || a == g->all || b == g->all) return a == g->all ? b : a;
+    return a < b ? NODE(g, AND, a, b) : NODE(g, AND, b, a);
 }
 
 int but_node(Grammar *g, int a, int b) {

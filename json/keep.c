@@ -109,11 +109,11 @@ static int asked(const Maker *m, const char *kind, const cJSON *value, const cha
     return refuse(m, field, "is not supported: json, regex, choice and json_object are");
 }
 
-/* The text's grammar, or -1: anything. */
+/* The text's grammar; Grammar.all: anything. */
 static int content(const Maker *m) {
     const cJSON *format = json_get(m->request, "response_format"), *each;
     const char *type = json_string(format, "type");
-    int node = -1, n = 0;
+    int node = m->g->all, n = 0;
     if (format && !(type && text_listed("text json_object json_schema", type)))
         return refuse(m, "response_format", "needs the type text, json_object or json_schema");
     if (format && strcmp(type, "text")) {
@@ -290,13 +290,16 @@ static int calls(const Maker *m) {
 
 /* ---- whole answers ---- */
 
+/* Any text that has no such part. */
+static int without(Grammar *g, int part) { return but_node(g, g->all, rule_node(g, "%%%", g->all, part, g->all)); }
+
 /* The prompt ends with <|start|>assistant. Thoughts come first; preambles only if nothing is asked of the text. */
 static int harmony_answer(const Maker *m, int text, int called) {
-    const int any = m->g->all, channel = mark(m, "<|channel|>"), message = mark(m, "<|message|>");
-    const int before = rule_node(m->g, text < 0 ? "%(analysis|commentary)%%%%assistant" : "%analysis%%%%assistant",
-                                 channel, message, any, mark(m, "<|end|>"), mark(m, "<|start|>"));
-    const int final = rule_node(m->g, "%final( %json)?%%%", channel, mark(m, "<|constrain|>"), message,
-                                text < 0 ? any : text, mark(m, "<|return|>"));
+    const int channel = mark(m, "<|channel|>"), message = mark(m, "<|message|>");
+    const char *form = text == m->g->all ? "%(analysis|commentary)%%%%assistant" : "%analysis%%%%assistant";
+    const int before = rule_node(m->g, form, channel, message, m->g->all, mark(m, "<|end|>"), mark(m, "<|start|>"));
+    const int final =
+        rule_node(m->g, "%final( %json)?%%%", channel, mark(m, "<|constrain|>"), message, text, mark(m, "<|return|>"));
     return rule_node(m->g, "%*(%|%)", before, m->force ? NEVER : final, called);
 }
 
@@ -305,32 +308,29 @@ static int other_answer(const Maker *m, int text, int called) {
     Grammar *g = m->g;
     const Chat *chat = &m->m->chat;
     const int open = chat->control[0], close = chat->control[1]; /* the marks of a thought, see formats/answers.h */
-    const int space = rule_node(g, "[ \n]{0,4}"), any = g->all;
     const bool quiet = same(m->talk->effort, "none"), inside = chat_thinks(chat, m->talk->effort);
     int thought = NOTHING;
     if (inside || (open >= 0 && close >= 0 && !quiet)) { /* up to the mark, which may be a text */
         const int closed =
             close >= 0 ? token_node(g, close) : text_node(g, chat->thoughts[1], strlen(chat->thoughts[1]));
-        thought = rule_node(g, "%%", but_node(g, any, rule_node(g, "%%%", any, closed, any)), closed);
+        thought = rule_node(g, "%%", without(g, closed), closed);
     }
     if (!inside && thought != NOTHING) thought = rule_node(g, "(%%)?", token_node(g, open), thought);
     const char *opens = chat->calls ? chat->calls[1] : NULL;
     const int end = m->force ? NEVER : answer_end(m);
-    if (text >= 0 || called == NEVER || m->force || !opens) {
-        const int said = text < 0 && called != NEVER ? rule_node(g, "([^ \n{\\[<]%)?", any) : text < 0 ? any : text;
-        return rule_node(g, "%%(%%|%)", thought, space, said, end, called);
-    }
-    const int mark = text_node(g, opens, strlen(opens)); /* no text has it if it is a token */
-    return rule_node(g, "%%(%|%)", thought, but_node(g, any, rule_node(g, "%%%", any, mark, any)), end, called);
+    if (text == g->all && called != NEVER && !m->force && opens) /* no text has the mark if it is a token */
+        return rule_node(g, "%%(%|%)", thought, without(g, text_node(g, opens, strlen(opens))), end, called);
+    if (text == g->all && called != NEVER) text = rule_node(g, "([^ \n{\\[<]%)?", text);
+    return rule_node(g, "%[ \n]{0,4}(%%|%)", thought, text, end, called);
 }
 
 static int answer(const Maker *m) {
     int text = content(m), called = NEVER;
     bool strict = m->force;
     const cJSON *tool;
-    if (!m->talk) return text < 0 ? -1 : seq_node(m->g, text, answer_end(m));
+    if (!m->talk) return text == m->g->all ? -1 : seq_node(m->g, text, answer_end(m));
     cJSON_ArrayForEach(tool, tools_of(m->talk)) strict |= is_strict(tool);
-    if (m->e->code || (text < 0 && !strict)) return -1;
+    if (m->e->code || (text == m->g->all && !strict)) return -1;
     if (tools_of(m->talk)) called = calls(m);
     return m->m->chat.answer == &harmony ? harmony_answer(m, text, called) : other_answer(m, text, called);
 }

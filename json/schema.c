@@ -207,9 +207,6 @@ static int literals(Compiler *c, const All *all, int i, int word) {
     return alt_node(c->g, cases.data, cases.n);
 }
 
-/* What two nodes both match; -1: everything. */
-static int narrowed(Grammar *g, int node, int by) { return node < 0 ? by : both_node(g, node, by); }
-
 /* Numbers without sign that are above or below one that is written so, or, unless `strict`, equal. What is no number
  * may match, too. */
 static int size_node(Grammar *g, const char *bound, bool above, bool strict, bool whole) {
@@ -244,7 +241,7 @@ static int bound_node(Grammar *g, double x, bool above, bool strict, bool whole)
 
 static int number(Compiler *c, const All *all, bool whole) {
     static const char *const keys[] = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"};
-    int node = -1;
+    int node = c->g->all;
     for (int i = 0; i < 4 * all->n; i++) {
         const cJSON *schema = all->of[i / 4].schema, *value = json_get(schema, keys[i % 4]);
         const bool above = i % 4 < 2;
@@ -257,12 +254,11 @@ static int number(Compiler *c, const All *all, bool whole) {
             strict = strict && to == x;
             x = to;
         }
-        node = narrowed(c->g, node, bound_node(c->g, x, above, strict, whole));
+        node = both_node(c->g, node, bound_node(c->g, x, above, strict, whole));
     }
-    const char *form = whole      ? "-?(0|[1-9][0-9]*)"
-                       : node < 0 ? "-?(0|[1-9][0-9]*)(\\.[0-9]+)?([eE][+-]?([0-9]{1,2}|[12][0-9][0-9]))?"
-                                  : "-?(0|[1-9][0-9]*)(\\.[0-9]+)?";
-    return narrowed(c->g, node, rule_node(c->g, form));
+    const int digits = rule_node(c->g, "-?(0|[1-9][0-9]*)"), fraction = rule_node(c->g, "%(\\.[0-9]+)?", digits);
+    if (node != c->g->all || whole) return both_node(c->g, node, whole ? digits : fraction);
+    return rule_node(c->g, "%([eE][+-]?([0-9]{1,2}|[12][0-9][0-9]))?", fraction);
 }
 
 /* The largest of the least, and the smallest of the most. */
@@ -288,7 +284,7 @@ static int string(Compiler *c, const All *all) {
     Grammar *g = c->g;
     const bool plain = c->how != JSON;
     const int letter = plain ? rule_node(g, "[^\\x00]") : g->letter;
-    int least, most, node = -1;
+    int least, most, node = g->all;
     counts(c, all, "minLength", "maxLength", &least, &most);
     if (plain || least || most < INT32_MAX) node = repeat_node(g, letter, least, most < INT32_MAX ? most : ENDLESS);
     if (plain) node = but_node(g, node, c->form->stop);
@@ -297,12 +293,12 @@ static int string(Compiler *c, const All *all) {
         const char *format = json_string(schema, "format");
         LocalBytes why = {0};
         if (pattern && !cJSON_IsString(pattern)) return refuse(c, schema, "pattern", "is not a text");
-        if (pattern) node = narrowed(g, node, pattern_node(g, pattern->valuestring, letter, &why));
+        if (pattern) node = both_node(g, node, pattern_node(g, pattern->valuestring, letter, &why));
         if (why.n) return refuse(c, schema, "pattern", why.data);
         if (format && format_node(g, format) == NEVER) return refuse(c, schema, "format", "is of an unknown kind");
-        if (format) node = narrowed(g, node, format_node(g, format));
+        if (format) node = both_node(g, node, format_node(g, format));
     }
-    if (node < 0) node = repeat_node(g, g->letter, 0, ENDLESS);
+    if (node == g->all) node = repeat_node(g, g->letter, 0, ENDLESS);
     if (!plain) return rule_node(g, "\"%\"", node);
     const Bytes open = c->form->open, close = c->form->close;
     return rule_node(g, "%%%", text_node(g, open.data, open.n), node, text_node(g, close.data, close.n));
