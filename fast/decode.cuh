@@ -190,7 +190,8 @@ template <bool producing, int max_tokens, int cards> struct DecodeBlock {
                 (*(volatile unsigned long long *)w.barrier / gridDim.x - barriers_up_to(first)) * gridDim.x;
             gate(FREE).init(CONSUMERS); /* of the layer before */
             gate(ROUTED).init(CONSUMERS);
-            gate(CHOSEN).init(32); /* the producer arrives */
+            gate(SUMMED).init(32); /* the producer arrives */
+            gate(CHOSEN).init(32);
             ring.hold->init(1);
         }
         if (ring.thread < k.stages) ring.full[ring.thread].init(1), ring.empty[ring.thread].init(CONSUMERS);
@@ -656,14 +657,12 @@ template <bool producing, int max_tokens, int cards> struct DecodeBlock {
         const bf16 *attn = (const bf16 *)buffers(w.layer).attn;
         if (!producing) {
 #pragma unroll 1
-            for (int tile = 0; tile < tiles; tile++) { /* rows of a tile lie together */
-                int r = tile_of_block(tile) * BF16_ROWS;
+            for (int i = ring.thread / 32; i < rows; i += CONSUMER_WARPS) {
+                const int r = row_of_block<BF16>(i);
+                const float *from = l.router_columns + (size_t)r * experts;
 #pragma unroll 1
-                for (int i = ring.thread; i < BF16_ROWS * experts; i += CONSUMERS) {
-                    bool real = i < (w.dim - r) * experts;
-                    copy_4(columns + tile * BF16_ROWS * experts + i,
-                           real ? l.router_columns + (size_t)r * experts + i : w.x, real);
-                }
+                for (int e = ring.thread % 32; e < experts; e += 32)
+                    copy_4(columns + i * columns_pitch(experts) + e, r < w.dim ? from + e : w.x, r < w.dim);
             }
 #pragma unroll 1
             for (int t = ring.thread / 32; t < tokens; t += CONSUMER_WARPS) /* a poll_acquire() since emptied L1 */
@@ -726,7 +725,8 @@ template <bool producing, int max_tokens, int cards> struct DecodeBlock {
 #pragma unroll 1
             for (int r = ring.thread % LANES; r < rows; r += 8)
 #pragma unroll
-                for (int j = 0; j < EACH; j++) part[j] += own[t * rows + r + j] * columns[(r + j) * experts + e];
+                for (int j = 0; j < EACH; j++)
+                    part[j] += own[t * rows + r + j] * columns[(r + j) * columns_pitch(experts) + e];
 #pragma unroll
             for (int o = 4; o; o >>= 1)
                 for (int j = 0; j < (single ? 1 : o); j++)
@@ -765,30 +765,37 @@ template <bool producing, int max_tokens, int cards> struct DecodeBlock {
     template <class OnChosen>
     __device__ __forceinline__ void choose_for_token(int t, const float *bias, float *logit, float *weights,
                                                      int *experts, int lane, OnChosen on_chosen) {
-        constexpr int EACH = 5; /* loads in flight */
+        constexpr int EACH = 5, SUMS = single ? 4 : 1; /* loads in flight */
         size_t place = (size_t)t * w.n_layers + w.layer;
         const unsigned long long *squares = w.output_square + place * blocks;
         float square = 0, *mine = logit + t * w.n_experts * 2; /* logits, then biases */
 #pragma unroll 1
         for (int e = lane; e < w.n_experts; e += 32) mine[w.n_experts + e] = bias ? bias[e] : 0;
 #pragma unroll 1
-        for (int turn = 0; turn * 32 < w.n_experts || turn * EACH * 32 < blocks; turn++) {
-            int e = turn * 32 + lane, b = turn * EACH * 32 + lane;
-            unsigned long long sum, part[EACH];
+        for (int turn = 0; turn * SUMS * 32 < w.n_experts || turn * EACH * 32 < blocks; turn++) {
+            int e = turn * SUMS * 32 + lane, b = turn * EACH * 32 + lane;
+            unsigned long long sum[SUMS], part[EACH];
             bool there;
             do {
-                sum = e < w.n_experts ? poll(router_sum_of(w, single, t, w.layer, e))
-                                      : (unsigned long long)blocks << COUNT_BIT;
+                there = true;
+#pragma unroll
+                for (int i = 0; i < SUMS; i++)
+                    sum[i] = e + i * 32 < w.n_experts ? poll(router_sum_of(w, single, t, w.layer, e + i * 32))
+                                                      : (unsigned long long)blocks << COUNT_BIT;
 #pragma unroll
                 for (int i = 0; i < EACH; i++) part[i] = b + i * 32 < blocks ? poll(squares + b + i * 32) : FLAG;
-                there = count_of(sum) == blocks;
+#pragma unroll
+                for (int i = 0; i < SUMS; i++) there &= count_of(sum[i]) == blocks;
 #pragma unroll
                 for (int i = 0; i < EACH; i++) there &= part[i] >> 32 != 0;
             } while (__any_sync(~0u, !there) && pause());
-            if (e < w.n_experts) mine[e] = (float)value_of(sum) * ROUTER_QUANTUM;
+#pragma unroll
+            for (int i = 0; i < SUMS; i++)
+                if (e + i * 32 < w.n_experts) mine[e + i * 32] = (float)value_of(sum[i]) * ROUTER_QUANTUM;
 #pragma unroll
             for (int i = 0; i < EACH; i++) square += __uint_as_float((uint32_t)part[i]);
         }
+        if (single) gate(SUMMED).arrive();
         float factor = rms_factor(w, warp_sum(square));
         if (lane == 0) at<float>(k.factor)[t] = factor;
 #pragma unroll 1
@@ -913,6 +920,13 @@ template <bool producing, int max_tokens, int cards> struct DecodeBlock {
             asm volatile("fence.acq_rel.gpu;" ::: "memory");
             arrive();
         }
+        /* at SUMMED all of x has been published; one thread checks that all producers have executed their fence */
+        if (!producing && single && phase % PHASES == PHASE_UP)
+            load_normed<MXFP4, false>(with_shape(l.up, MXFP4, 2 * w.ffn_dim, w.dim), l.ffn_norm,
+                                      buffers(w.layer).middle, NULL, [&] {
+                                          wait_at(SUMMED);
+                                          if (phase != first && ring.thread == SPARE) wait_for_blocks();
+                                      });
         choose_experts(l, active(), [&](int expert) {
             const ShapedMatrix m = with_shape(l.up, MXFP4, 2 * w.ffn_dim, w.dim);
 #pragma unroll
@@ -926,13 +940,6 @@ template <bool producing, int max_tokens, int cards> struct DecodeBlock {
         producing ? gate(CHOSEN).arrive() : wait_at(CHOSEN);
         if (!producing && !single)
             wait_phase(); /* only now: the counts in the router's sums say when these are complete */
-        /* then all of x has been published too; one thread checks that all producers have executed their fence */
-        auto wait = [&] {
-            if (phase != first && ring.thread == SPARE) wait_for_blocks();
-        };
-        if (!producing && single && phase % PHASES == PHASE_UP)
-            load_normed<MXFP4, false>(with_shape(l.up, MXFP4, 2 * w.ffn_dim, w.dim), l.ffn_norm,
-                                      buffers(w.layer).middle, NULL, wait);
 #pragma unroll 1
         for (int t = ring.thread / 32; t < tokens && !producing; t += CONSUMER_WARPS)
             softmax_choices(at<float>(k.weights) + t * w.top_k, w.top_k, ring.thread % 32);

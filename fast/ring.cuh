@@ -20,9 +20,9 @@ constexpr int MAX_CHOICES = 8;    /* of an expert, multiplied at once; for more 
 /* The consumers of a block wait for each other. */
 __device__ inline void sync_consumers() { bar_sync(CONSUMERS); }
 /* Gates (barriers) of a block, which open once a layer. FREE: nobody reads the previous layer's choice of experts any
- * more, and the consumers' writes are done. ROUTED: each token has chosen its experts. CHOSEN: the lists of Active
- * are there. */
-enum { FREE, ROUTED, CHOSEN, GATES };
+ * more, and the consumers' writes are done. SUMMED: a single token's router sums are complete, so all blocks have
+ * published their x. ROUTED: each token has chosen its experts. CHOSEN: the lists of Active are there. */
+enum { FREE, SUMMED, ROUTED, CHOSEN, GATES };
 
 /* ---- shapes that the compiler knows ---- */
 
@@ -79,6 +79,8 @@ struct Layout { /* where each array begins, in bytes; the ring has what the othe
 
 /* Elements between rows of activations in shared memory. */
 __host__ __device__ constexpr int pitch_of(int stride) { return bank_pitch(stride * sizeof(bf16)) / sizeof(bf16); }
+/* Floats between rows of the router's columns there: eight lanes read eight rows of four experts from 32 banks. */
+__host__ __device__ constexpr int columns_pitch(int experts) { return (experts + 31) / 32 * 32 + 4; }
 template <Type T> __host__ __device__ int tiles_of(int rows) { return (rows + Codec<T>::ROWS - 1) / Codec<T>::ROWS; }
 
 /* The experts that any token chose, and who chose them. A choice is token * top_k + k. */
@@ -127,7 +129,7 @@ inline Layout layout_for(const DecodeWork &w, const DeviceModel &device, int tok
     take(k.bias, rows * 4);
     take(k.own, rows_of(b.o, 1) * tokens * 4);
     take(k.norm, rows_of(b.o, 1) * 4);
-    take(k.columns, rows_of(b.o, 1) * w.n_experts * 4);
+    take(k.columns, rows_of(b.o, 1) * columns_pitch(w.n_experts) * 4);
     take(k.logit, tokens * w.n_experts * 2 * 4); /* and biases behind them */
     take(k.weights, tokens * w.top_k * 4);
     take(k.experts, tokens * w.top_k * 4);
