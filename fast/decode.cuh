@@ -39,7 +39,7 @@
  * layer before (they arrived at the barrier before qkv), and none publishes there until all arrive before up. Polling
  * slows the blocks that still have to publish (notebooks/speed.md). So where all blocks read the same values, a few
  * threads of each block first poll a hint: before qkv a barrier, at which blocks arrive a little early, and before
- * output one word of each head. */
+ * output, on one card, one word of each head. */
 constexpr int BUFFERED_LAYERS = 3;
 static_assert(BUFFERED_LAYERS <= MAX_DECODE, "split_states_of() takes the places of other tokens");
 struct LayerBuffers {
@@ -682,11 +682,13 @@ template <bool producing, int max_tokens, int cards> struct DecodeBlock {
             hold_after_last(tiles);
             if (!single) unpublish_share(w.act_out, tokens * w.top_k * w.act_pitch / 2); /* while it would only wait */
             wait_phase();
-            /* the hint: the last word of each group of heads */
-            const float *word =
-                (const float *)attn + (ring.thread + 1) * (w.n_heads / w.n_kv_heads * w.head_dim / 2) - 1;
-            while (single && ring.thread < w.n_kv_heads && __float_as_uint(poll(word)) == UNPUBLISHED) pause();
-            if (single) sync_consumers();
+            if constexpr (single && cards == 1) {
+                /* the hint: the last word of each group of heads; two cards have half as much to poll */
+                const float *word =
+                    (const float *)attn + (ring.thread + 1) * (w.n_heads / w.n_kv_heads * w.head_dim / 2) - 1;
+                while (ring.thread < w.n_kv_heads && __float_as_uint(poll(word)) == UNPUBLISHED) pause();
+                sync_consumers();
+            }
         }
         product<BF16>(
             m, tiles, Activations{attn, m.stride, tokens, NULL, 1, single},
@@ -1057,13 +1059,16 @@ template <bool producing, int max_tokens, int cards> struct DecodeBlock {
             unsigned long long mine =
                 (1ull << COUNT_BIT) + (fabsf(quanta) < bad / (2 * w.top_k) ? __float2ll_rn(quanta) : bad);
             total[i] = atomicAdd(sum + i, mine) + mine;
-            if (cards > 1 && count_of(total[i]) == w.top_k)
-                send_count(w, w.link.decode_down + box(t) + r + i, total[i]);
         }
 #pragma unroll
-        for (int i = 0; i < 2 && ends; i++) {
-            if (count_of(total[i]) < w.top_k) continue;
-            value[i] = value_of_sum(total[i], t, r + i);
+        for (int i = 0; i < 2 && cards > 1; i++) /* after both additions: each takes as long as a way through L2 */
+            if (count_of(total[i]) == w.top_k) send_count(w, w.link.decode_down + box(t) + r + i, total[i]);
+        if (!ends) return;
+        const bool complete[2] = {count_of(total[0]) == w.top_k, count_of(total[1]) == w.top_k};
+        values_of_sums(total, complete, box(t) + r, value);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if (!complete[i]) continue;
             sum[i] = 0;
             write(now.x + at + i, old[i] + value[i]);
             if (!single) store_normed(next, t, r + i, (old[i] + value[i]) * times[i]);
@@ -1072,30 +1077,35 @@ template <bool producing, int max_tokens, int cards> struct DecodeBlock {
 
     /* Two cards' inboxes alternate by layer. */
     __device__ int box(int t) const { return (w.layer % 2 * MAX_DECODE + t) * w.dim; }
-    /* A row's whole sum, with the other card's. */
-    __device__ float value_of_sum(unsigned long long total, int t, int r) const {
+    /* Two neighbouring rows' whole sums, with the other card's, of those that are wanted. */
+    __device__ void values_of_sums(const unsigned long long (&total)[2], const bool (&wanted)[2], int place,
+                                   float (&value)[2]) const {
         const long long bad = (1ll << (COUNT_BIT - 2)) / w.top_k;
-        long long all = value_of(total);
-        bool good = llabs(all) < bad / 2;
-        if constexpr (cards > 1) {
-            const long long other = value_of(receive_count(w, w.link.decode_down + box(t) + r));
-            good &= llabs(other) < bad / 2, all += other;
+        unsigned long long other[2] = {};
+        if constexpr (cards > 1) receive_counts(w, w.link.decode_down + place, wanted, other);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const long long sum = value_of(total[i]), its = value_of(other[i]);
+            value[i] = llabs(sum) < bad / 2 && llabs(its) < bad / 2 ? (float)(sum + its) * EXPERT_QUANTUM : NAN;
         }
-        return good ? (float)all * EXPERT_QUANTUM : NAN;
     }
     /* With several tokens on two cards, to wait in add_expert() could be for ever: the other card may wait for what
      * this block adds next. So all add first, and then divide the sums among them. */
     __device__ void end_sums(const Next &next) const {
 #pragma unroll 1
-        for (int i = block * CONSUMERS + ring.thread; i < tokens * w.dim; i += blocks * CONSUMERS) {
+        for (int i = (block * CONSUMERS + ring.thread) * 2; i < tokens * w.dim; i += blocks * CONSUMERS * 2) {
             const int t = i / w.dim, r = i % w.dim;
-            unsigned long long total;
-            do total = poll(w.expert_sum + i);
-            while (count_of(total) < w.top_k && pause());
-            w.expert_sum[i] = 0;
-            const float x = poll(w.x + i) + value_of_sum(total, t, r);
-            w.x[i] = x;
-            store_normed(next, t, r, x * next.norm[r]);
+            unsigned long long total[2];
+            float value[2];
+            do total[0] = poll(w.expert_sum + i), total[1] = poll(w.expert_sum + i + 1);
+            while ((count_of(total[0]) < w.top_k || count_of(total[1]) < w.top_k) && pause());
+            values_of_sums(total, {true, true}, box(t) + r, value);
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const float x = poll(w.x + i + j) + value[j];
+                w.expert_sum[i + j] = 0, w.x[i + j] = x;
+                store_normed(next, t, r + j, x * next.norm[r + j]);
+            }
         }
     }
 

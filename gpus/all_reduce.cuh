@@ -113,8 +113,15 @@ __device__ inline float2 add_other_card(const Work &w, unsigned long long *inbox
 __device__ inline void send_count(const Work &w, unsigned long long *inbox, unsigned long long mine) {
     send(on_other_card(w, inbox), mine);
 }
-__device__ inline unsigned long long receive_count(const Work &w, unsigned long long *inbox) {
-    return receive(w, inbox, 0ull);
+/* Two neighbouring sums of the other card, of those that are wanted. Both are read at once: a read takes long. */
+__device__ inline void receive_counts(const Work &w, unsigned long long *inbox, const bool (&wanted)[2],
+                                      unsigned long long (&count)[2]) {
+    await(w, [&] {
+        for (int i = 0; i < 2; i++) count[i] = wanted[i] ? received(inbox + i) : 1;
+        return count[0] && count[1];
+    });
+    for (int i = 0; i < 2; i++)
+        if (wanted[i]) inbox[i] = 0;
 }
 
 /* All cards wait for each other; what they wrote to each other's memory before is there. One warp. */
