@@ -40,6 +40,7 @@ static int cards_there(void) {
     return one_gpu ? 2 : there;
 }
 
+#define SIX_LAYERS SLIDING "," FULL "," SLIDING "," FULL "," SLIDING "," FULL
 /* Steps of fast/ on one card and on two. */
 static void decode_on_cards(void) {
     enum { N = 16, LAYERS = 3 };
@@ -65,6 +66,40 @@ static void instances_on_cards(void) {
                     (size_t[]){2, 7, 12}, 3);
 }
 
+/* All layers of gpt-oss-20b: a prompt and, token by token, what follows, one card's greedy text. Four experts: a token
+ * chooses all, so no router is close to a tie. */
+static void all_layers_on_cards(void) {
+    enum { PROMPT = 40, N = 104, LAYERS = 24, VOCAB = 201088 };
+    const double most = tolerance_of(LAYERS, NULL);
+    float *logits[2];
+    int ids[N];
+    uint64_t random = 15;
+    fill_random(ids, PROMPT, VOCAB, &random);
+    for (cards = 1; cards <= 2; cards++) {
+        float *own = logits[cards - 1] = allocate((size_t)N * VOCAB * sizeof *own);
+        Engine g;
+        Checkpoint c;
+        open_made_up(&g, &c,
+                     GPT_OSS("2880", "2880", "64", "4", SIX_LAYERS "," SIX_LAYERS "," SIX_LAYERS "," SIX_LAYERS),
+                     LAYERS, VOCAB, NULL, PROMPT);
+        run_chunks(&g, ids, 0, PROMPT, PROMPT, VOCAB, own);
+        for (size_t i = PROMPT; i < N; i++) {
+            const float *last = own + (i - 1) * VOCAB;
+            int likeliest = 0;
+            for (int id = 1; id < VOCAB; id++)
+                if (last[id] > last[likeliest]) likeliest = id;
+            if (cards == 1) ids[i] = likeliest;
+            run_chunks(&g, ids, i, i + 1, 1, VOCAB, own + i * VOCAB);
+        }
+        engine_close(&g);
+        checkpoint_close(&c);
+    }
+    cards = 2;
+    const double found = differ(logits[0], logits[1], N, VOCAB, 0.8);
+    check(found <= most, "%g, more than %g", found, most);
+    free(logits[0]), free(logits[1]);
+}
+
 /* gpt-oss's shapes, which fast/ has instances for, and prompts of many tokens, on two cards. */
 static void cards_long(void) {
     if (!RANDOM_WEIGHTS || cards_there() < 2) return;
@@ -78,6 +113,7 @@ static void cards_long(void) {
     }
     run("gpus: the reference, fast and plain agree at every stage, gpt-oss-20b's shapes", stages_of_20b_pass);
     run("gpus: one token and several agree at gpt-oss-20b's shapes", instances_of_20b_agree);
+    run("gpus: all layers of gpt-oss-20b, greedy text", all_layers_on_cards);
     run("gpus: steps without numbers end", nans_of_20b_end);
     run("gpus: contexts of unequal length", contexts_of_20b_agree);
     run("gpus: fast and plain agree for 256 streams", streams_agree_with_plain);
