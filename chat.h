@@ -17,8 +17,7 @@ typedef struct {
     bool tools, schemas;           /* a prompt can have tools; a response_format */
     bool thinks, quiet;            /* a prompt ends inside a thought; the effort may be none, and then it does not */
     void *own;                     /* what else the format needs; chat_close() frees it */
-    /* How answers have thoughts and calls; NULL: none. The marks of a thought; a name, then what opens calls or NULL.
-     */
+    /* How answers have thoughts and calls; NULL: none. The marks of a thought; a name, then those of calls, or NULL. */
     const char *const *thoughts, *const *calls;
 } Chat;
 

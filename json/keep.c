@@ -240,7 +240,12 @@ static bool read_form(const Maker *m, Bytes *call, Form *f, int *end) {
         else if (last)
             bytes_add(&tag, stop, (size_t)(last + 1 - stop));
         if (!tag.n) return refuse(m, "tools:", unknown);
-        f->stop = rule_node(g, "%%%", g->all, text_node(g, tag.data, tag.n), g->all);
+        int marks = text_node(g, tag.data, tag.n);
+        for (int k = 1; k <= 2; k++) { /* the marks of calls, where they are no tokens; see formats/answers.h */
+            const char *mark = m->m->chat.control[k + 1] < 0 ? m->m->chat.calls[k] : NULL;
+            if (mark) marks = rule_node(g, "%|%", marks, text_node(g, mark, strlen(mark)));
+        }
+        f->stop = rule_node(g, "%%%", g->all, marks, g->all);
         f->equals[0] = text_node(g, to_text->data, to_text->n);
     }
     const Bytes first = behind_name(part[0], begin);

@@ -319,7 +319,10 @@ def test_calls_in_other_forms_keep_their_schemas(folder):
         return {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters, "strict": strict}}
     add = tool("add", schema, True)
     others = [tool("any", {"type": "object"}, False), tool("bare", {"type": "object", "properties": {}}, True)]
-    refused = {"type": {"anyOf": [{"type": "string"}, {"type": "integer"}]}, "a b": {}, "not": {"not": {}}}
+    xml = ("Qwen3-Coder", "GLM", "Seed", "MiniMax", "DeepSeek V3.2")
+    refused = (("x", {"not": {}}, "not at #/properties/x", FORMS), ("a b", {}, "a b at #", FORMS),
+               ("x", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, "type at #/properties/x", xml),
+               ("x", {"enum": ["</｜DSML｜parameter>", "</｜DSML｜function_calls>"]}, "allows no value", xml[4:]))
     ended = dict.fromkeys(FORMS, 0)
 
     def check_form(name):
@@ -343,10 +346,10 @@ def test_calls_in_other_forms_keep_their_schemas(folder):
                     expect(call["function"]["name"] != "add" or valid([(schema, given)])[0], choice)
                     expect(call["function"]["name"] != "bare" or given == "{}", choice)
                     ended[name] += call["function"]["name"] == "add"
-            for word, value in refused.items():
-                if word == "not" or name in ("Qwen3-Coder", "GLM", "Seed", "MiniMax", "DeepSeek V3.2") or word == "a b":
-                    bad = tool("f", {"type": "object", "properties": {"a b" if word == "a b" else "x": value}}, True)
-                    s.refuses("/v1/chat/completions", {**ask, "tools": [bad]}, "tools[0].function.parameters", f"{word} at #")
+            for key, value, why, forms in refused:
+                bad = tool("f", {"type": "object", "properties": {key: value}, "required": [key]}, True)
+                if name in forms:
+                    s.refuses("/v1/chat/completions", {**ask, "tools": [bad]}, "tools[0].function.parameters", why)
     each([(name,) for name in FORMS], check_form)
     expect(all(ended.values()), ended)
 
