@@ -306,27 +306,28 @@ static int string(Compiler *c, const All *all) {
 
 /* ---- objects and arrays ---- */
 
-/* What stands behind the key of an argument. In the form of XML a text could be read as another value, so that only
- * null may stand in its place, or anything at all. */
+/* What stands behind the key of an argument. In the form of XML a text could be read as another value, so that beside
+ * texts only null may stand, or all values of some types. */
 static int argument(Compiler *c, All *values) {
     static const int without[] = {ALL & ~STRING, ALL & ~NIL, STRING | NIL};
     const Form *f = c->form;
     const bool texts = f->stop != NEVER, apart = texts && !f->close.n;
-    int part[3] = {NEVER, NEVER, NEVER}, node = NEVER; /* texts, null, others */
+    int part[3] = {NEVER, NEVER, NEVER}; /* texts, null, others */
     for (int i = 0; i < 3 && apart; i++) {
         All some = *values;
         some.without = without[i];
         c->how = i ? JSON : PLAIN;
         part[i] = value_of(c, &some);
     }
-    c->how = texts && !apart ? PLAIN : JSON;
-    const bool mixed = part[0] != NEVER && part[2] != NEVER;
-    if (mixed || !apart) node = value_of(c, values);
-    if (mixed && node != any_value(c))
-        refuse(c, values->of[0].schema, "type", "has texts and others, which this model's calls do not tell apart");
+    bool told = part[0] == NEVER || part[2] == NEVER;
+    for (int types = 0; types < ALL && !told; types++)
+        told = part[2] == value_of(c, &(All){.without = (ALL & ~types) | without[2]});
+    if (!told) refuse(c, values->of[0].schema, "type", "has texts and others with limits, which cannot be told apart");
+    c->how = texts ? PLAIN : JSON;
+    const int value = apart ? NEVER : value_of(c, values);
     c->how = ARGUMENTS;
     return apart ? rule_node(c->g, "%%|%(%|%)", f->equals[0], part[0], f->equals[1], part[1], part[2])
-                 : rule_node(c->g, "%%", f->equals[1], node);
+                 : rule_node(c->g, "%%", f->equals[1], value);
 }
 
 /* What the schemas make of what stands behind the key of a member; name: NULL: of one that they do not name. next: of

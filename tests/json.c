@@ -64,6 +64,11 @@ static void grammars_have_these_texts(void) {
          "[\"null\",\"string\"],\"pattern\":\"^[</k>]*$\"},\"c\":{\"items\":{\"type\":\"string\"}}}}",
          ";\n<k a>1</k>;\n<k a>x</k><k b></></k>;\n<k b>null</k><k c>[\"b\",\"</k>\"]</k>;\n<k b>None</k>;",
          "<k a>\"x\"</k>;\n<k a></k></k>;\n<k b></k></k>;\n<k b>nul</k>;\n<k c>[b]</k>;\n<k b>k</k><k a>1</k>;"},
+        {"x{\"properties\":{\"c\":{\"$ref\":\"#\"},\"v\":{\"type\":\"integer\"}}}",
+         "<k c>{}</k>;\n<k c>{\"c\": {\"v\": 1}}</k><k v>2</k>;",
+         "<k c>;</k>;\n<k c><k v>2</k>;</k>;\n<k c>{c: {}}</k>;"},
+        {"x{\"properties\":{\"a\":{\"anyOf\":[{\"type\":\"string\",\"maxLength\":2},{\"type\":\"array\"}]},\"b\":{}}}",
+         "<k a>ab</k>;\n<k a>[1, 2]</k>;\n<k b>abc</k>;\n<k b>{}</k>;", "<k a>abc</k>;\n<k a>123</k>;"},
         {"x{\"type\":\"object\"}", ";\n<k a>1</k>;\n<k a>{\"b\": 1}</k><k b>x</k>;", "<k <>1</k>;\n<k a>a</k>"},
         {"g{\"properties\":{\"a\":{\"enum\":[\"x\",1]},\"b\":{\"type\":\"object\",\"properties\":{\"c\":{\"type\":"
          "\"string\"}},"
@@ -122,7 +127,11 @@ static void schemas_are_refused(void) {
         {"{\"type\":\"integer\",\"minimum\":2,\"maximum\":1}", "allows no value"},
         {"{\"properties\":{\"a\":{\"$ref\":\"#\"}},\"required\":[\"a\"]}", "allows no value"},
         {"{\"type\":\"text\"}", "type at # "},
-        {"[]", "is no schema"}};
+        {"[]", "is no schema"},
+        {"x{\"properties\":{\"a\":{\"type\":[\"string\",\"array\"],\"minItems\":1}}}",
+         "type at #/properties/a has texts"},
+        {"x{\"properties\":{\"a b\":{}}}", "a b at # is a name"},
+        {"g{\"enum\":[{}]}", "enum at # of whole arguments"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         Grammar g;
         Error e = {0};

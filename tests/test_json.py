@@ -308,11 +308,11 @@ def test_calls_in_other_forms_keep_their_schemas(folder):
     text = {"type": "string", "maxLength": 5}
     schema = {"type": "object", "$defs": {"kind": {"enum": ["1", "true", "two\nlines"]}}, "additionalProperties": False,
               "properties": {"whole": {"type": "integer", "minimum": 0, "maximum": 9}, "kind": {"$ref": "#/$defs/kind"},
-                             "maybe": {"anyOf": [text, {"type": "null"}]}, "list": {"type": "array", "items": text, "maxItems": 2},
+                             "maybe": {"anyOf": [text, {"type": "null"}]}, "either": {"type": ["integer", "boolean", "string"], "maxLength": 3}, "list": {"type": "array", "items": text, "maxItems": 2},
                              "deep": {"type": "object", "properties": {"x": {"type": "boolean"}, "y": text}, "required": ["x"]},
                              "code": {"type": "string", "pattern": "^[0-9]{2}"}, "day": {"type": "string", "format": "date"},
                              "off": {"enum": [False, None, 1.5]}},
-              "required": ["whole", "kind", "maybe", "list", "code"]}
+              "required": ["whole", "kind", "maybe", "either", "list", "code"]}
     schema["properties"]["code"]["maxLength"] = 6
 
     def tool(name, parameters, strict):
@@ -321,7 +321,7 @@ def test_calls_in_other_forms_keep_their_schemas(folder):
     others = [tool("any", {"type": "object"}, False), tool("bare", {"type": "object", "properties": {}}, True)]
     xml = ("Qwen3-Coder", "GLM", "Seed", "MiniMax", "DeepSeek V3.2")
     refused = (("x", {"not": {}}, "not at #/properties/x", FORMS), ("a b", {}, "a b at #", FORMS),
-               ("x", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, "type at #/properties/x", xml),
+               ("x", {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 1}]}, "type at #/properties/x", xml),
                ("x", {"enum": ["</｜DSML｜parameter>", "</｜DSML｜function_calls>"]}, "allows no value", xml[4:]))
     ended = dict.fromkeys(FORMS, 0)
 
