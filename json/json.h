@@ -21,6 +21,8 @@ typedef struct {
     uint32_t *row; /* of mask.c: the tokens that may come next; or NULL */
 } Node;
 
+typedef struct Strings Strings;
+
 typedef struct {
     Ids data; /* all tuples */
     Node *node;
@@ -34,8 +36,10 @@ typedef struct {
     int rounds;         /* of derivatives */
     int64_t work;       /* since the last mask, in about 10 ns each; at `most` derivatives give up */
     int64_t most;
-    int tight; /* the most letters_left() of a BARREN node's part */
-    int rows;  /* that mask.c keeps */
+    int tight;        /* the most letters_left() of a BARREN node's part */
+    int rows;         /* that mask.c keeps */
+    Strings *strings; /* of sets of letters, and how many: of mask.c */
+    int kinds;
 } Grammar;
 
 /* Kinds, the first int of a tuple. Behind it: of SET byte ranges, first and last of each; of BYTES where they begin,

@@ -1,26 +1,29 @@
 /* mask.c: the tokens that may come next. All tokens stand in a trie of their bytes, in the order in which a walk from
  * the root meets its branches; a walk that carries the grammar's state skips what lies below a byte that cannot come.
  * Three things make it quick. The row of a state is kept. States that differ in counts out of reach share one. And
- * nothing is walked in a string where any letters may come up to its end: one walk for all such strings tells which
- * tokens stay in it and how many letters they need, and where in the trie it may end; only from there on each text is
- * walked by itself. */
+ * nothing is walked in a string where any letters, or any of a set, may come up to its end: one walk for all such
+ * strings tells which tokens stay in it and how many letters they need, and where in the trie it may end; only from
+ * there on each text is walked by itself. */
 #include "json.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 /* A token of more bytes than MOST_BYTES is never allowed. */
-enum { SHORT = 32, LETTERS = SHORT + 2, MOST_BYTES = 250, MOST_ROWS = 1024, MOST_STEPS = 500000, MOST_WORK = 5000000 };
+enum { MOST_BYTES = 250, MOST_ROWS = 1024, MOST_STEPS = 500000, MOST_WORK = 5000000 };
+/* Larger counts than SHORT are out of a token's reach. From MANY on, one walk for all counts is worth its room. */
+enum { SHORT = 32, LETTERS = SHORT + 2, MANY = 9 };
 
 typedef struct {
     int end, first; /* the branch behind all below it; its first token, in Vocabulary.token */
     uint8_t byte, depth;
 } Branch;
 
-typedef struct {   /* what tokens do in strings of one kind of letters */
-    uint32_t *row; /* (LETTERS, words) tokens that stay in the string and need at most so many; the last one: all */
-    Ids exits;     /* branches where the string ends, and how many it has before that */
-} Strings;
+struct Strings {     /* what tokens do in strings of one kind of letters */
+    int letter, end; /* nodes; of a Vocabulary's they are not kept */
+    uint32_t *row;   /* (LETTERS, words) tokens that stay in the string and need at most so many; the last one: all */
+    Ids exits;       /* branches where the string ends, and how many it has before that */
+};
 
 struct Vocabulary {
     size_t words; /* of a row */
@@ -77,9 +80,9 @@ static void set_tokens(const Vocabulary *v, int from, int to, uint32_t *row) {
 }
 
 /* A text is read in one way only, so it is sure how many letters there are. */
-static void read_strings(const Vocabulary *v, Grammar *g, int letter, Strings *out) {
+static void read_strings(const Vocabulary *v, Grammar *g, int letter, int end, Strings *out) {
     int path[MOST_BYTES + 1], count[MOST_BYTES + 1] = {0};
-    const int start = path[0] = seq_node(g, repeat_node(g, letter, 0, ENDLESS), g->quote);
+    const int start = path[0] = seq_node(g, repeat_node(g, letter, 0, ENDLESS), end);
     out->row = allocate_zero(LETTERS * v->words, sizeof *out->row);
     for (int i = 1; i < v->branches;) {
         const Branch *b = v->branch + i;
@@ -91,10 +94,10 @@ static void read_strings(const Vocabulary *v, Grammar *g, int letter, Strings *o
             i = b->end;
             continue;
         }
-        for (int k = need < LETTERS ? need : LETTERS - 1; k < LETTERS; k++)
-            set_tokens(v, i, i + 1, out->row + (size_t)k * v->words);
+        set_tokens(v, i, i + 1, out->row + (size_t)(need < LETTERS ? need : LETTERS - 1) * v->words);
         i++;
     }
+    for (size_t w = v->words; w < LETTERS * v->words; w++) out->row[w] |= out->row[w - v->words];
 }
 
 Vocabulary *vocabulary_open(const Tokenizer *t, int ids, const int *control, int controls) {
@@ -121,8 +124,8 @@ Vocabulary *vocabulary_open(const Tokenizer *t, int ids, const int *control, int
     Grammar g;
     grammar_open(&g);
     make_letters(&g);
-    read_strings(v, &g, g.letter, &v->letter);
-    read_strings(v, &g, g.plain, &v->plain);
+    read_strings(v, &g, g.letter, g.quote, &v->letter);
+    read_strings(v, &g, g.plain, g.quote, &v->plain);
     grammar_close(&g);
     return v;
 }
@@ -156,17 +159,39 @@ static void walk(Grammar *g, const Vocabulary *v, int at, int state, uint32_t *r
     }
 }
 
-/* Sets the bits of the tokens that a state allows if it is in a string of any letters, perhaps but some texts; false:
- * it is not. */
+/* What tokens do in strings of these letters up to this end, or NULL. Of sets of bytes a grammar has its own, made for
+ * many letters. */
+static const Strings *strings_of(Grammar *g, const Vocabulary *v, int letter, int end, bool many) {
+    if (end == g->quote && letter == g->letter) return &v->letter;
+    if (end == g->quote && letter == g->plain) return &v->plain;
+    for (const Strings *s = g->strings; s < g->strings + g->kinds; s++)
+        if (s->letter == letter && s->end == end) return s;
+    if (!many || node_kind(g, letter) != SET || node_kind(g, end) != SET) return NULL;
+    const int start = seq_node(g, repeat_node(g, letter, 0, ENDLESS), end);
+    for (int byte = 0; byte < 256; byte++) {
+        const int next = state_step(g, start, (unsigned char)byte);
+        if (next != start && next != NOTHING && next != NEVER) return NULL; /* it may be both a letter and the end */
+    }
+    g->strings = reallocate(g->strings, (size_t)(g->kinds + 1) * sizeof *g->strings);
+    Strings *s = g->strings + g->kinds;
+    *s = (Strings){.letter = letter, .end = end};
+    read_strings(v, g, letter, end, s);
+    if (gave_up(g)) return free(s->row), ids_free(&s->exits), NULL;
+    g->kinds++, g->rows += LETTERS;
+    return s;
+}
+
+/* Sets the bits of the tokens that a state allows if it is in a string of any letters, perhaps but some texts, or of
+ * any of a set; false: it is not. */
 static bool in_string(Grammar *g, const Vocabulary *v, int state, uint32_t *row) {
     int rest, behind;
     const int first = first_node(g, state, &rest);
     const bool but = node_kind(g, first) == BUT;
     const int repeat = but ? tuple(g, first)[1] : first;
-    if (node_kind(g, repeat) != REPEAT || first_node(g, rest, &behind) != g->quote) return false;
+    if (node_kind(g, repeat) != REPEAT) return false;
     const int letter = tuple(g, repeat)[1], least = tuple(g, repeat)[2], limit = tuple(g, repeat)[3];
-    const int most = limit == ENDLESS ? INT32_MAX : limit;
-    const Strings *l = letter == g->letter ? &v->letter : letter == g->plain ? &v->plain : NULL;
+    const int most = limit == ENDLESS ? INT32_MAX : limit, end = first_node(g, rest, &behind);
+    const Strings *l = strings_of(g, v, letter, end, least >= MANY || limit >= MANY);
     if (!l) return false;
     const uint32_t *stay = l->row + (size_t)(limit == ENDLESS ? LETTERS - 1 : limit) * v->words;
     for (size_t w = 0; w < v->words; w++) row[w] |= stay[w];
@@ -234,5 +259,7 @@ const uint32_t *state_tokens(Grammar *g, const Vocabulary *v, int state) {
 
 void forget_masks(Grammar *g) {
     for (Node *n = g->node; n < g->node + g->nodes; n++) free(n->row), n->row = NULL;
-    g->rows = 0;
+    for (Strings *s = g->strings; s < g->strings + g->kinds; s++) free(s->row), ids_free(&s->exits);
+    free(g->strings), g->strings = NULL;
+    g->kinds = g->rows = 0;
 }

@@ -225,6 +225,8 @@ static void masks_have_the_tokens_that_can_be_read(void) {
         "{\"type\":\"string\",\"pattern\":\"^(\\\\w+ ){2,4}[^a]*$\",\"maxLength\":40}",
         "{\"type\":\"string\",\"pattern\":\"^.{3,20}$|^[^\\u00e9]{5,40}$\"}",
         "{\"type\":\"string\",\"pattern\":\"^([a-z] *)?$\"}",
+        "{\"type\":\"string\",\"pattern\":\"^[A-Za-z ,.]{4,50}$\"}",
+        "{\"type\":\"string\",\"pattern\":\"^[a-z0-9]{2,20}(-[0-9]{9,12}:)?[a-f]*$\"}",
         "{\"type\":\"string\",\"pattern\":\"^(ab|[c-z ]{2})*END.{20}$\",\"maxLength\":100}",
         "x{\"properties\":{\"a\":{\"type\":\"string\",\"minLength\":3,\"maxLength\":50},\"b\":{\"type\":\"string\"},"
         "\"c\":{}}}",
