@@ -104,9 +104,9 @@ typedef struct {
 } Form;
 
 /* The texts that satisfy a schema. Compact JSON with an optional space behind `:` and `,` or, unless `form` is NULL,
- * arguments of that form. -1: USAGE, which names keyword and place. `name`: of the whole in that place. */
+ * arguments of that form. NEVER: USAGE, which names keyword and place. `name`: of the whole in that place. */
 int schema_node(Grammar *g, const cJSON *schema, const char *name, const Form *form, Error *e);
-int any_object_node(Grammar *g, const Form *form);
+int any_object_node(Grammar *g, const char *name, const Form *form, Error *e);
 
 /* ---- mask.c ---- */
 

@@ -78,8 +78,7 @@ static int schema(const Maker *m, const cJSON *value, const char *name, const Fo
                            ? json_parse(value->valuestring, strlen(value->valuestring), name, m->e)
                            : NULL;
     if (cJSON_IsString(value) && !parsed) return m->e->code = USAGE, NEVER;
-    const int node = schema_node(m->g, parsed ? parsed : value, name, form, m->e);
-    return node < 0 ? NEVER : node;
+    return schema_node(m->g, parsed ? parsed : value, name, form, m->e);
 }
 
 static int regex(const Maker *m, const cJSON *value, const char *name) {
@@ -105,7 +104,7 @@ static int asked(const Maker *m, const char *kind, const cJSON *value, const cha
     if (same(kind, "json")) return schema(m, value, field, NULL);
     if (same(kind, "regex")) return regex(m, value, field);
     if (same(kind, "choice")) return choices(m, value, field);
-    if (same(kind, "json_object")) return any_object_node(m->g, NULL);
+    if (same(kind, "json_object")) return any_object_node(m->g, field, NULL, m->e);
     return refuse(m, field, "is not supported: json, regex, choice and json_object are");
 }
 
@@ -138,17 +137,16 @@ static bool is_strict(const cJSON *tool) {
     return json_true(json_get(tool, "function"), "strict") || json_true(tool, "strict");
 }
 
-/* The arguments of a function: what its schema allows if it is strict; of another, any object if that is not known.
+/* The arguments of a function: what its schema allows if it is strict; of another, any object if its schema is refused.
  * form: NULL: they are JSON. */
 static int arguments(const Maker *m, const cJSON *tool, int i, const Form *form) {
     const cJSON *parameters = json_get(json_get(tool, "function"), "parameters");
     LocalText name = text_print("tools[%d].function.parameters", i);
-    if (!is_strict(tool) && !m->force) return any_object_node(m->g, form);
+    if (!is_strict(tool) && !m->force) return any_object_node(m->g, name, form, m->e);
     if (!parameters) return form ? form->none : text_node(m->g, "{}", 2);
     const int node = schema(m, parameters, name, form);
-    if (!m->e->code || is_strict(tool)) return node;
-    m->e->code = 0;
-    return any_object_node(m->g, form);
+    if (!m->e->code || is_strict(tool) || gave_up(m->g)) return node;
+    return any_object_node(m->g, name, form, m->e);
 }
 
 static void add_tokens(const Ids *ids, Bytes *out) {
@@ -287,7 +285,8 @@ static int calls(const Maker *m) {
         const int given =
             name && (!m->name || same(name, m->name)) ? arguments(m, tool, i, form.first ? &form : NULL) : NEVER;
         i++;
-        if (given == NEVER || m->e->code) continue;
+        if (m->e->code) return NEVER;
+        if (given == NEVER) continue;
         ids_add(&cases, harmonies ? harmony_call(m, name, given) : other_call(m, name, given, end));
     }
     return alt_node(m->g, cases.data, cases.n);
@@ -422,6 +421,7 @@ static Rule *make(const Session *m, const cJSON *request, const Conversation *ta
     r->key = copy_text(key, strlen(key)), r->users = 1, maker.g = &r->g;
     grammar_open(&r->g);
     const int node = answer(&maker);
+    if (!e->code && gave_up(&r->g)) refuse(&maker, "response_format", "and tools take too long together");
     if (!e->code && node >= 0 && !grammar_settle(&r->g, node)) refuse(&maker, "response_format", "allows no answer");
     if (e->code || node < 0) return forget(r), NULL;
     r->start = node;

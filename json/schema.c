@@ -590,11 +590,10 @@ int schema_node(Grammar *g, const cJSON *schema, const char *name, const Form *f
         refuse(&c, (const cJSON *)(uintptr_t)s.key, "oneOf", "has cases that may overlap: use anyOf");
     }
     map_free(&c.overlaps);
-    return e->code ? -1 : node;
+    return e->code ? NEVER : node;
 }
 
-int any_object_node(Grammar *g, const Form *form) {
-    Error e;
+int any_object_node(Grammar *g, const char *name, const Form *form, Error *e) {
     LocalJson object = json_object("type", json_word("object"), NULL);
-    return schema_node(g, object, "", form, &e);
+    return schema_node(g, object, name, form, e);
 }

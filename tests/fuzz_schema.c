@@ -1,7 +1,6 @@
-/* Any bytes as a schema, a line break, and a text; a first byte of 'r' makes the schema a pattern, 'x' or
- * 'g' that of a call's arguments. Promises: it is
- * refused with a message or compiled within bounds; the text is read without a fault, and behind each byte that could
- * come, unless the text may end there, another one can. */
+/* Any bytes as a schema, a line break, and a text; a first byte of 'r' makes the schema a pattern, 'x' or 'g' that of a
+ * call's arguments. Promises: it is refused with a message or compiled within bounds; the text is read without a fault,
+ * and behind each byte that could come, unless the text may end there, another one can. */
 #include "../json/json.h"
 
 #include <assert.h>
@@ -15,13 +14,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     const char *schema = (const char *)data;
     const size_t size = (size_t)(end - data);
     LocalBytes why = {0};
-    int node = -1;
+    int node = NEVER;
     grammar_open(&g);
     if (size && *schema == 'r') {
         LocalText pattern = copy_text(schema + 1, size - 1);
         make_letters(&g);
         node = pattern_node(&g, pattern, n % 2 ? g.letter : NEVER, &why);
-        if (why.n || !grammar_settle(&g, node)) node = -1;
+        if (why.n || !grammar_settle(&g, node)) node = NEVER;
     } else {
         const bool call = size && strchr("xg", *schema); /* arguments as XML or as Gemma has them */
         const Form form = {.first = rule_node(&g, "<"),
@@ -34,9 +33,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
                            .close = bytes_of(*schema == 'g' ? "/;" : "")};
         LocalJson json = json_parse(schema + call, size - call, "schema", &e);
         if (json) node = schema_node(&g, json, "schema", call ? &form : NULL, &e);
-        assert(node >= 0 || *e.text);
+        assert(node || *e.text);
     }
-    int state = node < 0 ? NEVER : node;
+    int state = node;
     for (const uint8_t *s = end + 1; s < data + n && state && g.nodes < 100000 && !gave_up(&g); s++) {
         bool more = false;
         for (int byte = 0; byte < 256 && !more; byte++) more = state_step(&g, state, (unsigned char)byte);

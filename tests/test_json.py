@@ -192,6 +192,13 @@ def test_calls_keep_their_schemas():
             check_call({"type": "function", "function": {"name": "add"}}, ("add",), seed)
         bad = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]
         s.refuses("/v1/chat/completions", {**ask, "tools": bad}, "tools[0].function.parameters", "not at #")
+        explodes = {"type": "object", "properties": {"a": {"pattern": "(a|b)*a(a|b){20}", "maxLength": 1000},
+                                                     "b": {"pattern": "(((.{0,50}b?){0,50}c?){0,50}d?){0,50}", "maxLength": 3000}}}
+        for strict in (False, True):  # no other schema can take its place: nothing more is made of a grammar that gave up
+            heavy = [{"type": "function", "function": {"name": "f", "strict": strict, "parameters": explodes}}, tools[1]]
+            for choice_of in ("required", "auto")[:1 + strict]:
+                s.refuses("/v1/chat/completions", {**ask, "tools": heavy, "tool_choice": choice_of}, "tools[0].function.parameters",
+                          "too large")
 
 
 def each_call(text):
