@@ -104,8 +104,9 @@ typedef struct {
 } Form;
 
 /* The texts that satisfy a schema. Compact JSON with an optional space behind `:` and `,` or, unless `form` is NULL,
- * arguments of that form. NEVER: USAGE, which names keyword and place. `name`: of the whole in that place. */
-int schema_node(Grammar *g, const cJSON *schema, const char *name, const Form *form, Error *e);
+ * arguments of that form. call: of arguments, which are an object. NEVER: USAGE, which names keyword and place. `name`:
+ * of the whole in that place. */
+int schema_node(Grammar *g, const cJSON *schema, const char *name, bool call, const Form *form, Error *e);
 int any_object_node(Grammar *g, const char *name, const Form *form, Error *e);
 
 /* ---- mask.c ---- */

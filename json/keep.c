@@ -72,13 +72,14 @@ static int refuse(const Maker *m, const char *what, const char *why) {
     return NEVER;
 }
 
-static int schema(const Maker *m, const cJSON *value, const char *name, const Form *form) {
+/* call: for arguments, of that form or, NULL, as JSON. */
+static int schema(const Maker *m, const cJSON *value, const char *name, bool call, const Form *form) {
     if (!value) return refuse(m, name, "needs json_schema.schema");
     LocalJson parsed = cJSON_IsString(value) /* as some clients send guided_json */
                            ? json_parse(value->valuestring, strlen(value->valuestring), name, m->e)
                            : NULL;
     if (cJSON_IsString(value) && !parsed) return m->e->code = USAGE, NEVER;
-    return schema_node(m->g, parsed ? parsed : value, name, form, m->e);
+    return schema_node(m->g, parsed ? parsed : value, name, call, form, m->e);
 }
 
 static int regex(const Maker *m, const cJSON *value, const char *name) {
@@ -101,7 +102,7 @@ static int choices(const Maker *m, const cJSON *value, const char *name) {
 
 /* What a field asks of the text. */
 static int asked(const Maker *m, const char *kind, const cJSON *value, const char *field) {
-    if (same(kind, "json")) return schema(m, value, field, NULL);
+    if (same(kind, "json")) return schema(m, value, field, false, NULL);
     if (same(kind, "regex")) return regex(m, value, field);
     if (same(kind, "choice")) return choices(m, value, field);
     if (same(kind, "json_object")) return any_object_node(m->g, field, NULL, m->e);
@@ -144,7 +145,7 @@ static int arguments(const Maker *m, const cJSON *tool, int i, const Form *form)
     LocalText name = text_print("tools[%d].function.parameters", i);
     if (!is_strict(tool) && !m->force) return any_object_node(m->g, name, form, m->e);
     if (!parameters) return form ? form->none : text_node(m->g, "{}", 2);
-    const int node = schema(m, parameters, name, form);
+    const int node = schema(m, parameters, name, true, form);
     if (!m->e->code || is_strict(tool) || gave_up(m->g)) return node;
     return any_object_node(m->g, name, form, m->e);
 }

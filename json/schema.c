@@ -569,9 +569,9 @@ static int any_value(Compiler *c) {
     return ref;
 }
 
-int schema_node(Grammar *g, const cJSON *schema, const char *name, const Form *form, Error *e) {
+int schema_node(Grammar *g, const cJSON *schema, const char *name, bool call, const Form *form, Error *e) {
     Compiler c = {.g = g, .root = schema, .name = name, .e = e, .serial = g->nodes, .form = form};
-    All all = {.without = form ? ALL & ~OBJECT : 0};
+    All all = {.without = call ? ALL & ~OBJECT : 0};
     e->code = 0;
     make_letters(g);
     c.how = form ? ARGUMENTS : JSON;
@@ -595,5 +595,5 @@ int schema_node(Grammar *g, const cJSON *schema, const char *name, const Form *f
 
 int any_object_node(Grammar *g, const char *name, const Form *form, Error *e) {
     LocalJson object = json_object("type", json_word("object"), NULL);
-    return schema_node(g, object, name, form, e);
+    return schema_node(g, object, name, true, form, e);
 }

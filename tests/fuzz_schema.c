@@ -32,7 +32,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
                            .open = bytes_of(*schema == 'g' ? "'" : ""),
                            .close = bytes_of(*schema == 'g' ? "/;" : "")};
         LocalJson json = json_parse(schema + call, size - call, "schema", &e);
-        if (json) node = schema_node(&g, json, "schema", call ? &form : NULL, &e);
+        if (json) node = schema_node(&g, json, "schema", call, call ? &form : NULL, &e);
         assert(node || *e.text);
     }
     int state = node;

@@ -16,7 +16,7 @@ static int schema_of(Grammar *g, const char *text, Error *e) {
                  .stop = rule_node(g, xml ? "%</k>%" : "%\\|%", g->all, g->all)};
     if (!xml) form.open = form.close = bytes_of("|");
     LocalJson json = json_parse(text + call, strlen(text + call), "schema", e);
-    return json ? schema_node(g, json, "schema", call ? &form : NULL, e) : NEVER;
+    return json ? schema_node(g, json, "schema", call, call ? &form : NULL, e) : NEVER;
 }
 
 static bool reads(Grammar *g, int start, const char *text) {
@@ -197,7 +197,7 @@ static double time_of_tools(int tools) {
     for (int i = 0; i < tools; i++) {
         LocalText one = text_print("{\"properties\":{\"a%d\":{\"type\":\"string\"},\"b\":{\"type\":\"integer\"}}}", i);
         LocalJson json = json_parse(one, strlen(one), "schema", &e);
-        check(schema_node(&g, json, "schema", NULL, &e), "%s", e.text);
+        check(schema_node(&g, json, "schema", false, NULL, &e), "%s", e.text);
     }
     const double took = (double)(clock() - begun);
     grammar_close(&g);

@@ -75,8 +75,9 @@ static cJSON *answer(const cJSON *request) {
     const cJSON *each;
     LocalBytes why = {0};
     grammar_open(&g);
-    const int node = regex ? pattern_node(&g, regex, NEVER, &why)
-                           : schema_node(&g, cJSON_GetObjectItemCaseSensitive(request, "schema"), "schema", NULL, &e);
+    const int node =
+        regex ? pattern_node(&g, regex, NEVER, &why)
+              : schema_node(&g, cJSON_GetObjectItemCaseSensitive(request, "schema"), "schema", false, NULL, &e);
     cJSON *out = cJSON_CreateObject();
     if (regex && !why.n) grammar_settle(&g, node);
     if (why.n || e.code) {

@@ -192,6 +192,15 @@ def test_calls_keep_their_schemas():
             check_call({"type": "function", "function": {"name": "add"}}, ("add",), seed)
         bad = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]
         s.refuses("/v1/chat/completions", {**ask, "tools": bad}, "tools[0].function.parameters", "not at #")
+        for parameters, strict in (({}, True), ({"enum": [5, {"a": 1}]}, True), ({"type": "array"}, False), ({"type": "integer"}, False)):
+            any_tool = [{"type": "function", "function": {"name": "f", "strict": strict, "parameters": parameters}}]
+            body = {**ask, "tools": any_tool, "tool_choice": "required", "temperature": 1, "max_tokens": 100}
+            for seed in range(3):
+                choice = s.post("/v1/chat/completions", {**body, "seed": seed})["choices"][0]
+                for call in choice["message"]["tool_calls"] if choice["finish_reason"] == "tool_calls" else ():
+                    expect(isinstance(json.loads(call["function"]["arguments"]), dict), choice)
+        bad = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "array"}}}]
+        s.refuses("/v1/chat/completions", {**ask, "tools": bad}, "tools[0].function.parameters", "allows no value")
         explodes = {"type": "object", "properties": {"a": {"pattern": "(a|b)*a(a|b){20}", "maxLength": 1000},
                                                      "b": {"pattern": "(((.{0,50}b?){0,50}c?){0,50}d?){0,50}", "maxLength": 3000}}}
         for strict in (False, True):  # no other schema can take its place: nothing more is made of a grammar that gave up
@@ -380,6 +389,7 @@ def test_every_format_keeps_schemas(folder):
     schema = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}, "b": {"enum": ["x", "y"]}},
               "required": ["a", "b"], "additionalProperties": False}
     tools = [{"type": "function", "function": {"name": "add", "description": "d", "parameters": schema, "strict": True}}]
+    whatever = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}, "strict": True}}]
     text = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
     ended = {"text": 0, "call": 0}
 
@@ -389,7 +399,8 @@ def test_every_format_keeps_schemas(folder):
             (model / file).symlink_to(PARROT / file)
         with Server(model, program=helpers.PLAIN) as s:
             for thinks in (True, False):
-                for kind, body in (("text", text), ("call", {"tools": tools, "tool_choice": "required"}), ("auto", {"tools": tools})):
+                for kind, body in (("text", text), ("call", {"tools": tools, "tool_choice": "required"}), ("auto", {"tools": tools}),
+                                   ("any", {"tools": whatever, "tool_choice": "required"})):
                     request = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 100, "seed": 1, **body,
                                "chat_template_kwargs": {"enable_thinking": thinks}}
                     try:
@@ -402,7 +413,7 @@ def test_every_format_keeps_schemas(folder):
                         expect(valid([(schema, choice["message"]["content"])])[0], choice)
                         ended["text"] += 1
                     for call in calls if choice["finish_reason"] == "tool_calls" else ():
-                        expect(valid([(schema, call["function"]["arguments"])])[0], choice)
+                        expect(valid([({"type": "object"} if kind == "any" else schema, call["function"]["arguments"])])[0], choice)
                     ended["call"] += kind == "call" and choice["finish_reason"] == "tool_calls"
                     expect(kind != "call" or calls or choice["finish_reason"] == "length", choice)
     each([(name,) for name in MODELS], check_format)
