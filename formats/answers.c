@@ -5,6 +5,7 @@
 #include "jinja.h"
 
 #include <ctype.h>
+#include <curl/curl.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -174,10 +175,28 @@ static bool has_type(const cJSON *value, const char *type) {
            (same(type, "integer") && json_whole(value, INT64_MIN, INT64_MAX, &n));
 }
 
-/* May a value satisfy a schema, as far as types, constants, cases and references tell in so many steps? */
+/* What a $ref means: a JSON pointer (RFC 6901) as part of a URI. */
+static const cJSON *referred(const cJSON *to, const char *ref) {
+    char *path = curl_easy_unescape(NULL, ref, 0, NULL), *rest = path, *name = strsep(&rest, "/"); /* # */
+    while ((name = strsep(&rest, "/"))) {
+        LocalBytes key = {0};
+        bytes_text(&key, "");
+        for (; *name; name++) {
+            const bool escaped = *name == '~' && name[1];
+            name += escaped;
+            bytes_add(&key, !escaped ? name : *name == '1' ? "/" : "~", 1);
+        }
+        to = cJSON_IsArray(to) ? cJSON_GetArrayItem(to, atoi(key.data)) : json_get(to, key.data);
+    }
+    curl_free(path);
+    return to;
+}
+
+/* May a value satisfy a schema, as far as types, constants, cases, members and references tell in so many steps? */
 static bool allows(const cJSON *root, const cJSON *schema, const cJSON *value, int *steps) {
     static const char *const keys[] = {"type", "const", "enum", "anyOf", "oneOf", "allOf"};
     const char *ref = json_string(schema, "$ref");
+    const cJSON *members = cJSON_IsObject(value) ? value->child : NULL;
     if (--*steps < 0 || (cJSON_IsNull(value) && json_true(schema, "nullable"))) return true;
     for (int i = 0; i < 6; i++) {
         const cJSON *list = cJSON_GetObjectItemCaseSensitive(schema, keys[i]);
@@ -189,12 +208,11 @@ static bool allows(const cJSON *root, const cJSON *schema, const cJSON *value, i
                             : allows(root, each, value, steps);
         if (good < (i == 5 ? n : n > 0)) return false;
     }
-    if (!ref) return true;
-    LocalText path = copy_text(ref, strlen(ref));
-    char *rest = path;
-    strsep(&rest, "/"); /* # */
-    for (schema = root; rest;) schema = json_get(schema, strsep(&rest, "/"));
-    return allows(root, schema, value, steps);
+    for (; members; members = members->next) {
+        const cJSON *own = json_get(json_get(schema, "properties"), members->string);
+        if (!allows(root, own ? own : json_get(schema, "additionalProperties"), members, steps)) return false;
+    }
+    return !ref || allows(root, referred(root, ref), value, steps);
 }
 
 /* A value that stands for itself, as XML has them: a text if the function declares that, or if it is nothing else. */
@@ -202,14 +220,16 @@ static void put_plain(const Scan *p, const char *key, Bytes text, Bytes *out) {
     Error e;
     Scan value = {.s = text.data, .end = text.data + text.n};
     LocalBytes json = {0};
-    const cJSON *root = json_get(p->function, "parameters"), *schema = json_get(json_get(root, "properties"), key);
+    const cJSON *schema = json_get(p->function, "parameters");
     const bool read = put_value(&value, 1, &json) && !peek(&value);
-    LocalJson valid = read ? json_parse(json.data, json.n, "argument", &e) : NULL;
-    LocalJson plain = json_from_text(text.data, text.n);
+    LocalJson plain = json_object(key, json_from_text(text.data, text.n), NULL); /* the arguments are one of these */
+    LocalJson valid = json_object(key, read ? json_parse(json.data, json.n, "argument", &e) : NULL, NULL);
     int steps = MOST_STEPS;
-    if (cJSON_IsString(valid)) valid->type = cJSON_Raw; /* a text has its quotes, unless it may be any value */
-    const bool is_text = !valid || (allows(root, schema, plain, &steps) && !allows(root, schema, valid, &steps));
-    is_text ? json_written(out, plain) : bytes_add(out, json.data, json.n);
+    if (cJSON_IsString(valid->child))
+        valid->child->type = cJSON_Raw; /* a text has its quotes, if it is not any value */
+    const bool is_text =
+        !valid->child || (allows(schema, schema, plain, &steps) && !allows(schema, schema, valid, &steps));
+    is_text ? json_written(out, plain->child) : bytes_add(out, json.data, json.n);
 }
 
 /* The text up to where the pattern goes on, which is at `rest`. */

@@ -194,7 +194,6 @@ static int literals(Compiler *c, const All *all, int i, int word) {
     const int node = value_of(c, &rest);
     if (list && (!cJSON_IsArray(given) || cJSON_GetArraySize(given) > MOST_NAMES))
         return refuse(c, all->of[i].schema, "enum", "is not an array of at most 4,096 values");
-    if (c->how == ARGUMENTS) return refuse(c, all->of[i].schema, words[word], "of whole arguments is not supported");
     for (each = list ? given->child : given; each; each = list ? each->next : NULL) {
         LocalText text = json_text(each);
         LocalBytes written = {0}; /* 1.0 is an integer, too, and a double does not hold all of them */
@@ -517,6 +516,8 @@ static int chosen(Compiler *c, const All *all) {
     for (int word = 0; word < WORDS; word++)
         for (int i = 0; i < all->n; i++) {
             if (all->of[i].done & 1 << word || !word_of(all->of[i].schema, word)) continue;
+            if (c->how == ARGUMENTS)
+                return refuse(c, all->of[i].schema, words[word], "of whole arguments is not supported");
             return word < 2 ? cases_of(c, all, i, word) : literals(c, all, i, word);
         }
     return typed(c, all);

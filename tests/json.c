@@ -130,7 +130,8 @@ static void schemas_are_refused(void) {
         {"x{\"properties\":{\"a\":{\"type\":[\"string\",\"array\"],\"minItems\":1}}}",
          "type at #/properties/a has texts"},
         {"x{\"properties\":{\"a b\":{}}}", "a b at # is a name"},
-        {"g{\"enum\":[{}]}", "enum at # of whole arguments"}};
+        {"g{\"enum\":[{}]}", "enum at # of whole arguments"},
+        {"x{\"anyOf\":[{\"properties\":{\"a\":{\"type\":\"string\"}}}]}", "anyOf at # of whole arguments"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         Grammar g;
         Error e = {0};

@@ -334,12 +334,19 @@ def test_calls_in_other_forms_keep_their_schemas(folder):
     def tool(name, parameters, strict):
         return {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters, "strict": strict}}
     add = tool("add", schema, True)
+    kinds = {"type": "object", "properties": {"a": {"enum": ["5", "true"]}}, "required": ["a"], "additionalProperties": False}
+    one = {"anyOf": [{"type": "object"}, {"enum": ["5", "true"]}]}
+    found = [{"$defs": {"k": kinds}, "$ref": "#/$defs/k"}, {"allOf": [kinds, {"properties": {"b": {"type": "string"}}}]},
+             {"type": "object", "additionalProperties": {"enum": ["5"]}},
+             {"type": "object", "$defs": {"/": {"a b": kinds["properties"]["a"]}}, "required": ["a"],
+              "properties": {"a": {"$ref": "#/$defs/~1/a%20b"}}},
+             {"type": "object", "properties": {"b": one, "a": {"$ref": "#/properties/b/anyOf/1"}}, "required": ["a"]}]
     others = [tool("any", {"type": "object"}, False), tool("bare", {"type": "object", "properties": {}}, True)]
     xml = ("Qwen3-Coder", "GLM", "Seed", "MiniMax", "DeepSeek V3.2")
     refused = (("x", {"not": {}}, "not at #/properties/x", FORMS), ("a b", {}, "a b at #", FORMS),
                ("x", {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 1}]}, "type at #/properties/x", xml),
                ("x", {"enum": ["</｜DSML｜parameter>", "</｜DSML｜function_calls>"]}, "allows no value", xml[4:]))
-    ended = dict.fromkeys(FORMS, 0)
+    ended, placed = dict.fromkeys(FORMS, 0), [0] * len(found)
 
     def check_form(name):
         marks = FORMS[name][2] or ()
@@ -362,12 +369,20 @@ def test_calls_in_other_forms_keep_their_schemas(folder):
                     expect(call["function"]["name"] != "add" or valid([(schema, given)])[0], choice)
                     expect(call["function"]["name"] != "bare" or given == "{}", choice)
                     ended[name] += call["function"]["name"] == "add"
+            for i in range(2 * len(found)):  # where the schema of an argument may stand: a text like 5 is a text
+                parameters = found[i // 2]
+                body = {**ask, "seed": i, "tools": [tool("f", parameters, True)], "tool_choice": "required", "max_tokens": 150,
+                        "chat_template_kwargs": {"enable_thinking": False}}
+                choice = s.post("/v1/chat/completions", body)["choices"][0]
+                for call in choice["message"]["tool_calls"] if choice["finish_reason"] == "tool_calls" else ():
+                    expect(valid([(parameters, call["function"]["arguments"])])[0], choice)
+                    placed[i // 2] += call["function"]["arguments"] != "{}"
             for key, value, why, forms in refused:
                 bad = tool("f", {"type": "object", "properties": {key: value}, "required": [key]}, True)
                 if name in forms:
                     s.refuses("/v1/chat/completions", {**ask, "tools": [bad]}, "tools[0].function.parameters", why)
     each([(name,) for name in FORMS], check_form)
-    expect(all(ended.values()), ended)
+    expect(all(ended.values()) and all(placed), (ended, placed))
 
 
 def test_client_libraries():
