@@ -299,7 +299,7 @@ namespace gpus {
 void plan(Gpu *gpu, Plan *p);
 bool begin_sum(const Pass *a, Work *w, int *top_k, const float **weights, Error *e);
 bool gather_logits(Pass *a, int first, int n, Error *e);
-bool load_draws(Error *e); /* what rehearse() leaves out */
+bool load_kernels(Error *e); /* CUDA loads a kernel when it is first launched, and may wait then for all that runs */
 /* to (n) = the sum of all cards' `from`. */
 bool nccl_all_reduce(const Gpu *gpu, const float *from, float *to, size_t n, Error *e);
 } // namespace gpus

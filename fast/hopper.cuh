@@ -80,12 +80,6 @@ bool prepare_decode(Gpu *gpu, Error *e) {
     CUDA(cudaMemsetAsync(w.split_states, 0xFF, split_states_size(w) * sizeof(float), gpu->stream));
     CUDA(cudaMemcpyAsync(f->layers, layers.data(), layers.size() * sizeof(DecodeLayer), cudaMemcpyHostToDevice,
                          gpu->stream));
-    /* CUDA loads a kernel when it is first launched, and may wait then for all that runs: a card must not do so while
-     * another waits for it. So each instance is launched once, for no phase. */
-    for (int n : {1, 4, 8, MAX_DECODE}) {
-        const Pass a = {gpu, gpu->work, {}, NULL, n};
-        CUDA(launch_decode_step(&a, 0, 0));
-    }
     CUDA(cudaStreamSynchronize(gpu->stream));
     return true;
 }

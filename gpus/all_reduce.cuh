@@ -9,6 +9,11 @@
 #pragma once
 #include "gpus/gpus.h"
 
+#ifdef __CUDACC__
+#include <cuda.h>
+#include <dlfcn.h>
+#endif
+
 /* Where a card has what lies at `mine` here. */
 template <class T> __device__ inline T *on_card(const Work &w, int card, T *mine) {
     return (T *)((uint8_t *)w.link.logits[card] + ((uint8_t *)mine - (uint8_t *)w.logits));
@@ -48,8 +53,7 @@ struct Narrow { /* of bf16 */
     __device__ static float2 unpack(Word x) { return {__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000)}; }
     __device__ static bool there(Word x) { return x != ~0u; }
 };
-/* Sends a word to its place on another card, and receives the one that comes here, whose place is `empty` before and
- * after. */
+/* Waits for the word that a peer writes to `from`, whose place is `empty` before and after. */
 template <class Word> __device__ inline Word receive(const Work &w, Word *from, Word empty) {
     Word x;
     await(w, [&] { return (x = received(from)) != empty; });
@@ -100,7 +104,7 @@ __device__ inline unsigned long long largest_key(const Work &w, int row, unsigne
     return mine;
 }
 
-/* For the annex on two cards. The address of the other is a choice, no array: that would need local memory. */
+/* For the annex on two cards. A condition chooses the other: to index link.logits would need local memory. */
 template <class Word> __device__ inline Word *on_other_card(const Work &w, Word *mine) {
     const float *logits = w.link.card ? w.link.logits[0] : w.link.logits[1];
     return (Word *)((uint8_t *)logits + ((uint8_t *)mine - (uint8_t *)w.logits));
@@ -177,11 +181,30 @@ bool begin_sum(const Pass *a, Work *w, int *top_k, const float **weights, Error 
     k->parity = -1, *top_k = 1, *weights = NULL;
     return nccl_all_reduce(a->gpu, k->reduced, w->down, (size_t)a->tokens * w->dim, e);
 }
-bool load_draws(Error *e) {
-    cudaFuncAttributes loaded; /* to ask for them loads a kernel */
-    for (auto kernel : {adjust, filter}) CUDA(cudaFuncGetAttributes(&loaded, kernel));
-    for (auto kernel : {barrier, send_logits, clear_logits, cap_logits}) CUDA(cudaFuncGetAttributes(&loaded, kernel));
-    CUDA(cudaFuncGetAttributes(&loaded, draw));
+bool load_kernels(Error *e) {
+#ifdef __CUDACC__ /* else tests run them as C++ */
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW);
+    auto find = [&](auto *to, const char *name) {
+        return (*(void **)to = driver ? dlsym(driver, name) : NULL) != NULL;
+    };
+    decltype(&cuFuncGetModule) module_of;
+    decltype(&cuModuleGetFunctionCount) count;
+    decltype(&cuModuleEnumerateFunctions) enumerate;
+    decltype(&cuFuncLoad) load;
+    cudaFunction_t any;
+    CUmodule module;
+    unsigned n = 0;
+    if (!find(&module_of, "cuFuncGetModule") || !find(&count, "cuModuleGetFunctionCount") ||
+        !find(&enumerate, "cuModuleEnumerateFunctions") || !find(&load, "cuFuncLoad"))
+        return fail(e, NO_GPU, "the driver is too old to share a model among GPUs: update it");
+    CUDA(cudaGetFuncBySymbol(&any, (const void *)draw));
+    int error = module_of(&module, any);
+    if (!error) error = count(&n, module);
+    std::vector<CUfunction> kernels(n);
+    if (!error) error = enumerate(kernels.data(), n, module);
+    for (unsigned i = 0; i < n && !error; i++) error = load(kernels[i]);
+    return !error || fail(e, GPU_FAULT, "CUDA could not load the kernels: error %d", error);
+#endif
     return true;
 }
 bool gather_logits(Pass *a, int first, int n, Error *e) {

@@ -249,7 +249,7 @@ static Cards *open_on(const Model *m, const Limits *limits, const std::vector<in
         r.gpu->work.allowed = cards->rank[0].gpu->work.allowed;
         *pages = std::min(*pages, r.pages);
     }
-    auto prepare = [n](Rank &r, Error *e) { return prepare_card(r.gpu, e) && (n == 1 || load_draws(e)); };
+    auto prepare = [n](Rank &r, Error *e) { return prepare_card(r.gpu, e) && (n == 1 || load_kernels(e)); };
     if (!cards->all(prepare, e)) return close_cards(cards), nullptr;
     if (n > 1 && limits->where) {
         const std::string first = limits->where;
