@@ -871,7 +871,8 @@ static uint64_t cuda_experts_read(void *state) {
 }
 
 bool rehearse(Gpu *gpu, const Batch *b, Error *e) {
-    const uint64_t read = cuda_experts_read(gpu);
+    uint64_t read; /* behind the steps before this one */
+    CUDA(cudaMemcpyAsync(&read, gpu->work.experts_read, sizeof read, cudaMemcpyDeviceToHost, gpu->stream));
     Tap *const tap = gpu->limits.tap;
     gpu->limits.tap = NULL, gpu->rehearses = true;
     const bool ok = cuda_submit(gpu, b, e);
