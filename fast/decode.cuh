@@ -683,7 +683,7 @@ template <bool producing, int max_tokens, int cards> struct DecodeBlock {
             if (!single) unpublish_share(w.act_out, tokens * w.top_k * w.act_pitch / 2); /* while it would only wait */
             wait_phase();
             if constexpr (single && cards == 1) {
-                /* the hint: the last word of each group of heads; two cards have half as much to poll */
+                /* the hint: the last word of each group of heads; two cards poll half as much, which is faster */
                 const float *word =
                     (const float *)attn + (ring.thread + 1) * (w.n_heads / w.n_kv_heads * w.head_dim / 2) - 1;
                 while (ring.thread < w.n_kv_heads && __float_as_uint(poll(word)) == UNPUBLISHED) pause();
@@ -922,7 +922,7 @@ template <bool producing, int max_tokens, int cards> struct DecodeBlock {
             asm volatile("fence.acq_rel.gpu;" ::: "memory");
             arrive();
         }
-        /* at SUMMED all of x has been published; one thread checks that all producers have executed their fence */
+        /* SUMMED says when to poll x; one thread checks that all producers have executed their fence */
         if (!producing && single && phase % PHASES == PHASE_UP)
             load_normed<MXFP4, false>(with_shape(l.up, MXFP4, 2 * w.ffn_dim, w.dim), l.ffn_norm,
                                       buffers(w.layer).middle, NULL, [&] {
@@ -1043,7 +1043,9 @@ template <bool producing, int max_tokens, int cards> struct DecodeBlock {
     }
     /* Adds one expert's values to rows r and r + 1 of a token's x. Experts' blocks come in any order, so their values
      * are added as integers and counted. The last one adds the sum to x, which nobody has changed meanwhile, and hands
-     * x to `next`. A NaN, or a value that is too large, adds a number that no valid sum can reach: it gives NAN. */
+     * x to `next`. On two cards it waits for the other's sum. With one token it may: a block's tiles are the last ones
+     * of an expert and then the first ones of the next, on both cards alike, so no two wait for each other. A NaN, or a
+     * value that is too large, adds a number that no valid sum can reach: it gives NAN. */
     __device__ void add_expert(int t, int r, float a, float b, const Next &next) {
         const LayerBuffers now = buffers(w.layer);
         const bool ends = cards == 1 || single; /* else end_sums() does */
@@ -1061,7 +1063,7 @@ template <bool producing, int max_tokens, int cards> struct DecodeBlock {
             total[i] = atomicAdd(sum + i, mine) + mine;
         }
 #pragma unroll
-        for (int i = 0; i < 2 && cards > 1; i++) /* after both additions: each takes as long as a way through L2 */
+        for (int i = 0; i < 2 && cards > 1; i++) /* after both additions: each is a way to L2 and back */
             if (count_of(total[i]) == w.top_k) send_count(w, w.link.decode_down + box(t) + r + i, total[i]);
         if (!ends) return;
         const bool complete[2] = {count_of(total[0]) == w.top_k, count_of(total[1]) == w.top_k};
@@ -1081,12 +1083,12 @@ template <bool producing, int max_tokens, int cards> struct DecodeBlock {
     __device__ void values_of_sums(const unsigned long long (&total)[2], const bool (&wanted)[2], int place,
                                    float (&value)[2]) const {
         const long long bad = (1ll << (COUNT_BIT - 2)) / w.top_k;
-        unsigned long long other[2] = {};
-        if constexpr (cards > 1) receive_counts(w, w.link.decode_down + place, wanted, other);
+        unsigned long long received[2] = {};
+        if constexpr (cards > 1) receive_counts(w, w.link.decode_down + place, wanted, received);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const long long sum = value_of(total[i]), its = value_of(other[i]);
-            value[i] = llabs(sum) < bad / 2 && llabs(its) < bad / 2 ? (float)(sum + its) * EXPERT_QUANTUM : NAN;
+            const long long sum = value_of(total[i]), theirs = value_of(received[i]);
+            value[i] = llabs(sum) < bad / 2 && llabs(theirs) < bad / 2 ? (float)(sum + theirs) * EXPERT_QUANTUM : NAN;
         }
     }
     /* With several tokens on two cards, to wait in add_expert() could be for ever: the other card may wait for what

@@ -113,7 +113,7 @@ static void cards_long(void) {
     }
     run("gpus: the reference, fast and plain agree at every stage, gpt-oss-20b's shapes", stages_of_20b_pass);
     run("gpus: one token and several agree at gpt-oss-20b's shapes", instances_of_20b_agree);
-    run("gpus: all layers of gpt-oss-20b, greedy text", all_layers_on_cards);
+    run("gpus: all layers of gpt-oss-20b, along one card's greedy text", all_layers_on_cards);
     run("gpus: steps without numbers end", nans_of_20b_end);
     run("gpus: contexts of unequal length", contexts_of_20b_agree);
     run("gpus: fast and plain agree for 256 streams", streams_agree_with_plain);
