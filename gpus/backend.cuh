@@ -46,8 +46,9 @@ void plan(Gpu *gpu, Plan *p) {
     k.rounds = true; /* if the activations that o and down read are rounded to bf16, their sums may be, too */
     for (const DeviceLayer &l : gpu->device.layer)
         for (const Matrix *m : {&l.o, &l.down}) k.rounds &= m->type != F32 && m->type != F16;
-    const size_t rows = k.comm ? std::min(T, std::max<size_t>(MAX_FLOAT_TOKENS, MAX_PEER_ROWS / peers)) : T;
-    const size_t floats = (k.rounds ? std::min<size_t>(T, MAX_FLOAT_TOKENS) : rows) * pairs * sizeof(float2);
+    const size_t most = k.comm ? std::max<size_t>(MAX_FLOAT_TOKENS, MAX_PEER_ROWS / peers) : T;
+    const size_t rows = k.peers ? std::min(T, most) : 0; /* else NCCL adds all */
+    const size_t floats = (k.rounds ? std::min<size_t>(rows, MAX_FLOAT_TOKENS) : rows) * pairs * sizeof(float2);
     k.inbox_bytes = peers * std::max(floats, rows * pairs * sizeof(uint32_t));
     k.inbox = p->take<uint8_t>(2 * k.inbox_bytes);
     k.decode_o = p->take<unsigned long long>(2 * MAX_DECODE * pairs);
@@ -167,8 +168,8 @@ static bool find_peers(Cards *cards, Error *e) {
     const int n = (int)cards->devices.size(), first = cards->devices[0];
     int there = 0, can;
     cudaDeviceProp one, other;
-    if (n == 1) return true;
     cudaGetDeviceCount(&there);
+    if (n == 1 || !there) return true; /* that there is none, each card says */
     for (int a : cards->devices) {
         if (a >= there)
             return fail(e, NO_GPU, "there is no GPU %d here, only 0 to %d: choose with --gpus", a, there - 1);
@@ -271,12 +272,16 @@ static void *open_cards(const Model *m, const Limits *limits, int *pages, Error 
     cudaGetDeviceCount(&there);
     for (Error first;;) {
         const int n = (int)devices.size() + 1;
+        const bool can = n == 1 || can_shard(m, n);
         int fit = *pages;
         devices.push_back(limits->gpu + n - 1);
-        Cards *cards = n == 1 || can_shard(m, n) ? open_on(m, limits, devices, &fit, e) : nullptr;
+        Cards *cards = can ? open_on(m, limits, devices, &fit, e) : nullptr;
         if (n == 1) first = *e;
         if (cards) return *pages = fit, cards;
-        if (first.code != NO_ROOM || n >= there - limits->gpu) return *e = first, nullptr;
+        if (can && e->code == NO_GPU && n > 1)
+            return fail(e, NO_ROOM, "%s; on several, %s", first.text, std::string(e->text).c_str()), nullptr;
+        if (can && e->code != NO_ROOM) return nullptr;
+        if (n >= there - limits->gpu) return *e = first, nullptr;
     }
 }
 
@@ -303,19 +308,19 @@ static bool submit(void *state, const Batch *b, Error *e) {
     return reserve_logits(cards->rank[0].gpu, b, e) && (rehearsed || step(cards, rehearsal, e)) &&
            step(cards, begin, e);
 }
-/* NCCL would wait for ever for a card that has failed; this waits eight seconds. */
-static bool step_ends(const Gpu *gpu, Error *e) {
+/* NCCL would wait for ever for a card that has failed. */
+static bool step_ends(const Rank &r, Error *e) {
+    const Gpu *gpu = r.gpu;
     const cudaEvent_t done = gpu->pending[(gpu->turn - gpu->outstanding) % 3].done;
-    for (int waited = 0; cudaEventQuery(done) == cudaErrorNotReady; waited++) {
-        if (waited > 80000) return fail(e, GPU_FAULT, "GPU %d got no answer from another GPU", gpu->limits.gpu);
-        usleep(100);
-    }
+    for (const double begun = seconds(); cudaEventQuery(done) == cudaErrorNotReady; usleep(100))
+        if (r.cards->failed || seconds() - begun > CARD_SECONDS)
+            return fail(e, GPU_FAULT, "GPU %d got no answer from another GPU", gpu->limits.gpu);
     return true;
 }
 static bool collect(void *state, Result *result, Error *e) {
     Cards *cards = (Cards *)state;
     auto each = [](Rank &r, Error *e) {
-        return (r.cards->comm.empty() || step_ends(r.gpu, e)) && one_card.collect(r.gpu, &r.result, e);
+        return (r.cards->comm.empty() || step_ends(r, e)) && one_card.collect(r.gpu, &r.result, e);
     };
     if (!step(cards, each, e)) return false;
     *result = cards->rank[0].result;
