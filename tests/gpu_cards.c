@@ -1,24 +1,31 @@
 /* gpu_cards.c: what gpu.c checks of gpus/: a model on several cards is the model on one. gpu.c includes it. */
 #include "gpus/gpus.h"
 
-/* Can as many cards as there are now share the model at a path? Two can wherever they divide its heads, but for
- * experts_mxfp4, whose experts have one block each. */
+/* Can as many cards as there are now share the model at a path? They can wherever they divide its heads, and divide or
+ * share those of keys and values, unless its experts have fewer blocks of MXFP4 than there are cards: experts_mxfp4 has
+ * one, true_heads two. */
 static bool can_be_shared(const char *path) {
     Checkpoint c;
     Error e;
     must(checkpoint_open(&c, path, &e), &e);
-    const bool can = can_shard(&c.model, cards), divide = c.model.n_heads % cards == 0;
-    check(can == divide || cards > 2 || strstr(path, "/experts_mxfp4"), "%s: %d heads, %d cards", path, c.model.n_heads,
-          cards);
+    const int heads = c.model.n_heads, keys = c.model.kv_rank ? cards : c.model.n_kv_heads;
+    const bool divide = heads % cards == 0 && (keys % cards == 0 || cards % keys == 0);
+    const bool few_blocks = strstr(path, "/experts_mxfp4") || (cards > 2 && strstr(path, "/true_heads"));
+    const bool can = can_shard(&c.model, cards);
+    check(can == (divide && !few_blocks), "%s: %d and %d heads, %d cards", path, heads, keys, cards);
     checkpoint_close(&c);
     return can;
 }
 /* In chunks of all, of one and of seven tokens. */
 static void fixtures_on_cards(void) {
+    int shared = 0;
     for (int i = 0; i < FIXTURES; i++) {
         LocalText path = text_print("tests/fixtures/%s", fixtures[i]);
-        if (can_be_shared(path)) fixture_passes(fixtures[i], 3);
+        if (!can_be_shared(path)) continue;
+        fixture_passes(fixtures[i], 3);
+        shared++;
     }
+    check(shared > 4, "only %d fixtures are shared by %d cards", shared, cards);
 }
 
 static void encoding_on_cards(const char *path) {
