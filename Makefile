@@ -74,7 +74,7 @@ $(BUILD)/cuda/%.cu.o: %.cu Makefile $(BUILD)/rooms.txt
 
 test-gpu: $(BUILD)/cuda/gpu $(HERE)infer ## the tests that need a GPU; make test runs them if it is there
 	$(BUILD)/cuda/gpu
-	python3 tests/run.py $(if $(HERE),--core) --gpu real.
+	python3 tests/run.py $(if $(HERE),--core) --gpu real. gpus.
 
 # __wrap_cudaMalloc makes each allocation fail in turn
 $(BUILD)/cuda/gpu: $(call objects,cuda,$(TESTED) tests/gpu.c) $(BUILD)/cuda/infer.cu.o $(BUILD)/cuda/tests/card.cu.o
@@ -91,6 +91,11 @@ AS_CPP  = -e 's/extern __shared__( __align__\([0-9]+\))? (\w+) (\w+)\[\];/\2 *\3
 $(BUILD)/emulated/gpu: $(call objects,emulated,$(TESTED) tests/gpu.c) \
                     $(patsubst %,$(BUILD)/emulated/%.o,infer.cu card.cu emulate.cpp)
 	$(call say,link $@)$(CXX) -rdynamic -Wl,--wrap=cudaMalloc $^ -o $@ $(LIBS)
+
+# The program with these kernels.
+$(BUILD)/emulated/infer: $(call objects,emulated,$(SOURCES)) \
+                    $(patsubst %,$(BUILD)/emulated/%.o,infer.cu card.cu emulate.cpp)
+	$(call say,link $@)$(CXX) -rdynamic $^ -o $@ $(LIBS)
 
 $(BUILD)/emulated/%.cu.o: $(BUILD)/emulated/%.cu $(addprefix $(BUILD)/emulated/,$(EMULATED_CUH))
 	$(call say,c++ $<)$(CXX) $(EMULATED_FLAGS) -include tests/emulated/emulate.h -x c++ -c $< -o $@

@@ -4,9 +4,10 @@
 
 WORD: tests with it in their name.
 
---gpu runs build/cuda/gpu too; --emulated build/emulated/gpu, those of the same tests that a processor can do. --long
-gives the sanitized unit tests as much to do as the optimised ones have, --quick leaves out sanitizers, what COSTS lists
-and what waits. --core tests the build without rooms, whose program runs without sanitizers.
+--gpu runs build/cuda/gpu too, and ./infer; --emulated build/emulated/gpu, those of the same tests that a processor can
+do, and build/emulated/infer. --long gives the sanitized unit tests as much to do as the optimised ones have, --quick
+leaves out sanitizers, what COSTS lists and what waits. --core tests the build without rooms, whose program runs without
+sanitizers.
 
 Needs the Python of the system, 3.9 or later, and nothing else. Some tests need published files, which are not shipped
 (helpers.PUBLISHED): tests find them below TEST_DATA or in the hub's cache, where --fetch puts them; and published models,
@@ -46,7 +47,8 @@ QUIET = 10  # seconds without a result until a line says what runs
 BUILDS = {"reference": ([helpers.PLAIN, helpers.BUILD / "reference/unit",
                          *[helpers.BUILD / "reference/schemas"] * helpers.has("json")], "infer-reference", 13),
           "asan": ([*{helpers.CHECKED} - {helpers.PLAIN}, helpers.BUILD / "asan/unit"], "the same with sanitizers", 17),
-          "emulated": ([helpers.BUILD / "emulated/gpu"], "the kernels for the processor", 36),
+          "emulated": ([helpers.BUILD / "emulated/gpu", helpers.BUILD / "emulated/infer"],
+                       "the kernels for the processor", 40),
           "cuda": ([helpers.BUILD / "cuda/gpu", helpers.PLAIN.with_name("infer")], "the kernels for the GPU", 300)}
 # Tests that wait for a limit of the program or a slow network run beside the others, one after the other.
 WAITS = ("hub.faults", "serve.a_client_that_does_not_read_is_cut_off", "hub.kill", "hub.resume",
@@ -70,6 +72,7 @@ COSTS = {"tiny.questions_that_were_held_out": 40, "json.every_format_keeps_schem
          "emulated gpus: fixtures at every stage on 2": 20,
          "emulated gpus: fixtures at every stage on 2 without peer access": 30,
          "emulated gpus: a card that dies ends the others": 5, "emulated gpus: C and CUDA draw alike": 5,
+         "gpus.answers": 20, "gpus.metrics": 5,
          "emulated gpu: SmolLM2-135M at every stage": 17, "real.smollm2_135m": 15,
          "json.random_schemas_by_tokens_of_families": 15, "emulated gpu: every type of GGUF": 14,
          "prompt.a_megabyte_of_one_character": 13, "play.interrupted_prompt": 12,
@@ -283,7 +286,7 @@ def tests_of(options):
     for path in sorted(helpers.TESTS.glob("test_*.py")):
         module = importlib.import_module(path.stem)
         rooms = getattr(module, "NEEDS", ())  # of all tests in it
-        needed = builds + ["cuda"] * getattr(module, "ON_GPU", False)
+        needed = builds + getattr(module, "BUILDS", [])
         for name, function in vars(module).items():
             if name.startswith("test_") and inspect.isfunction(function) and function.__module__ == path.stem:
                 yield Job(f"{path.stem[5:]}.{name[5:]}", function_test(function, rooms), needed)

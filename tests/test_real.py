@@ -10,6 +10,7 @@ from test_logits import read_npy
 
 NEEDS = ("commands", "encodings", "families", "formats")  # rooms
 ON_GPU = "--gpu" in sys.argv
+BUILDS = ["cuda"] * ON_GPU
 
 GOLDEN = {row["name"]: row for row in json.loads((GOLDENS / "real.json").read_text())}
 
