@@ -68,12 +68,12 @@ const Command *const commands[] = {&play,
 /* One of a kind; NULL where its room is not there. */
 #define IF_THERE __attribute__((weak))
 extern int list_choose(const Models *here) IF_THERE;
-extern bool can_shard(const Model *m, int gpus) IF_THERE;
+extern const Model *shard_of(const Model *m, int card, int cards) IF_THERE;
 extern const Keeping json_keeping IF_THERE;
 extern const Terminal libedit_terminal IF_THERE;
 extern const Hints user_hints IF_THERE;
 int (*const choose)(const Models *here) = list_choose;
-bool (*const can_share)(const Model *m, int gpus) = can_shard;
+const Model *(*const share_of)(const Model *m, int gpu, int gpus) = shard_of;
 const Keeping *const keeping = &json_keeping;
 const Terminal *const terminal = &libedit_terminal;
 const Hints *const hints = &user_hints;

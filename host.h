@@ -255,8 +255,8 @@ typedef struct {                                 /* matrices that are not plain 
 } Packing;
 extern const Packing *const packings[]; /* the first that binds counts; extensions.c */
 
-/* Can several GPUs share the model (gpus/)? NULL: the room is not there. */
-extern bool (*const can_share)(const Model *m, int gpus);
+/* What one of several GPUs has of the model (gpus/), until the next call; NULL: they cannot share it. */
+extern const Model *(*const share_of)(const Model *m, int gpu, int gpus); /* NULL: the room is not there */
 uint64_t linear_bytes(const Linear *w); /* of its weights as encoded and their grids; 0 if it is absent */
 /* Bytes that a decode step reads for `streams` texts of `depth` tokens each: the head and the layers' matrices, but
  * only `experts` experts of a layer, and the keys and values that each text attends to. */

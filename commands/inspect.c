@@ -55,20 +55,38 @@ static void add_weights(cJSON *out, const Tensors *t, const Model *m) {
              json_number(active), NULL);
 }
 
-/* Adds what the GPU must hold and how much of it fits. The backend's working memory is not known before it opens the
- * model: 1 to 3 GB for 1 to 70 billion parameters. 2 GB stand for it here. */
-static void add_memory(cJSON *out, const Model *m, int context) {
+/* The backend's working memory is not known before it opens the model: 1 to 3 GB for 1 to 70 billion parameters. */
+static const double work_bytes = 2e9;
+
+/* Bytes of the cache. */
+static double bytes_of_token(const Model *m) {
     const int row = m->kv_rank ? m->kv_rank + m->rope_dim : 2 * m->n_kv_heads * m->head_dim;
-    double token = 2.0 * m->n_layers * row + 4, weights = (double)backend->weight_bytes(m), fixed = weights + 2e9;
+    return 2.0 * m->n_layers * row + 4;
+}
+
+/* Bytes that the GPU with most must hold if several share the model; infinite: they cannot. */
+static double most_bytes(const Model *m, int gpus, int context) {
+    double most = 0;
+    for (int i = 0; i < gpus; i++) {
+        const Model *part = gpus == 1 ? m : share_of ? share_of(m, i, gpus) : NULL;
+        if (!part) return INFINITY;
+        most = fmax(most, (double)backend->weight_bytes(part) + work_bytes + bytes_of_token(part) * context);
+    }
+    return most;
+}
+
+/* Adds what the GPU must hold and how much of it fits. */
+static void add_memory(cJSON *out, const Model *m, int context) {
+    double token = bytes_of_token(m), weights = (double)backend->weight_bytes(m), fixed = weights + work_bytes;
+    double needs[MAX_GPUS + 1]; /* by the number of GPUs */
     Devices d = {0};
     Bytes gpus = {0};
     for (int n = 1; n <= MAX_GPUS; n++)
-        if (n == 1 || (can_share && can_share(m, n))) bytes_print(&gpus, "%s%d", gpus.n ? ", " : "", n);
+        if (isfinite(needs[n] = most_bytes(m, n, context))) bytes_print(&gpus, "%s%d", gpus.n ? ", " : "", n);
     backend->describe(&d);
     json_add(out, "cache_bytes_per_token", json_number(token), "gpu_weight_bytes", json_number(weights), "cache_bytes",
-             json_number(token * context), "work_bytes", json_number(2e9), "gpu_bytes",
-             json_number(fixed + token * context), "gpus", json_word(gpus.data), "gpu",
-             json_word(d.gpus ? d.gpu[0].name : d.problem), NULL);
+             json_number(token * context), "work_bytes", json_number(work_bytes), "gpu_bytes", json_number(needs[1]),
+             "gpus", json_word(gpus.data), "gpu", json_word(d.gpus ? d.gpu[0].name : d.problem), NULL);
     bytes_free(&gpus);
     if (!d.gpus) {
         json_add(out, "fits", json_word(NULL), NULL);
@@ -77,8 +95,8 @@ static void add_memory(cJSON *out, const Model *m, int context) {
     double room = (double)d.gpu[0].free, fits = fmin(fmax(floor((room - fixed) / token / PAGE) * PAGE, 0), m->context);
     if (!d.gpu[0].usable) fits = 0;
     int needed = 0; /* GPUs, if one has no room for the whole context */
-    for (int n = 2; n <= d.gpus && !needed && can_share && fits < context; n++)
-        if (can_share(m, n) && weights / n + 2e9 + token * context <= room) needed = n;
+    for (int n = 2; n <= d.gpus && !needed && fits < context; n++)
+        if (needs[n] <= room) needed = n;
     LocalText cure = needed     ? text_print("--gpus %d", needed)
                      : fits > 0 ? text_print("--ctx %.0f fits here", fits)
                                 : text_print("a GPU with %s free", SIZE((uint64_t)(fixed + token * PAGE)));

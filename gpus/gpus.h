@@ -30,6 +30,7 @@ typedef struct {
 bool shard_model(const Model *m, int card, int cards, Shard *shard, Error *e);
 void shard_free(Shard *shard);
 bool can_shard(const Model *m, int cards);
+const Model *shard_of(const Model *m, int card, int cards); /* host.h: share_of */
 
 #ifdef __cplusplus
 }

@@ -167,6 +167,12 @@ bool can_shard(const Model *m, int cards) {
     return fits;
 }
 
+const Model *shard_of(const Model *m, int card, int cards) {
+    static Shard one;
+    shard_free(&one);
+    return make_shard(m, card, cards, &one) ? &one.model : NULL;
+}
+
 bool shard_model(const Model *m, int card, int cards, Shard *shard, Error *e) {
     if (make_shard(m, card, cards, shard)) return true;
     char can[100] = "1";

@@ -5,7 +5,7 @@ import re
 import sys
 
 import helpers
-from helpers import DATE, FIXTURES, PARROT, PLAIN, Skip, each, expect, has, infer, refused, same
+from helpers import DATE, FIXTURES, PARROT, PLAIN, Skip, copy_model, each, expect, has, infer, refused, same
 from test_serve import CHAT, TINY, Server
 
 NEEDS = ("gpus", "commands", "serve")  # rooms
@@ -97,3 +97,26 @@ def test_inspect_says_how_many():
         expected.update({"llama3": "1, 2, 6", "qwen2": "1, 7", "gemma3": "1, 2, 4", "mixtral": "1, 2, 4",
                          "deepseek_v3": "1, 2", "deepseek_v2_lite": "1"})
     each([(name, FIXTURES / name, gpus) for name, gpus in expected.items()] + [("tiny", TINY, "1, 2, 4")], check)
+
+
+def test_inspect_suggests_as_many_as_it_takes(folder):
+    """Each GPU has its heads' part of the cache, and whole heads; it has the latents of DeepSeek whole."""
+    several()
+
+    def facts(model, context):
+        made = copy_model(model, folder, {"max_position_embeddings": context})
+        return json.loads(infer("inspect", made, "--json", program=PROGRAM).text)
+
+    def check(name, model, gpus, part):
+        """With this part of the cache a GPU has room for a context 10 % shorter than what fits, for none 10 % longer."""
+        f = facts(model, 4096)
+        fits = (f["gpu_bytes_free"] - f["work_bytes"]) / f["cache_bytes_per_token"] / part
+        if 1.1 * fits > 1 << 24:
+            raise Skip("needs --emulated: these GPUs have room for any cache of a small model")
+        shorter, longer = facts(model, int(0.9 * fits)), facts(model, int(1.1 * fits))
+        same((shorter["fits"], shorter.get("suggestion")), (False, f"--gpus {gpus}") if gpus > 1 else (True, None), "shorter")
+        expect(longer["suggestion"].startswith("--ctx "), f"longer: {longer['suggestion']}")
+    cases = [("two heads for two GPUs", PARROT, 2, 1 / 2), ("two heads for four", TINY, 2, 1 / 2)]
+    if has("families"):
+        cases.append(("latents", FIXTURES / "deepseek_v3", 1, 1))
+    each(cases, check)
