@@ -238,6 +238,7 @@ static int bound_node(Grammar *g, double x, bool above, bool strict, bool whole)
     return rule_node(g, negative ? (both ? "-%|%" : "-%") : both ? "%|-%" : "%", own, other);
 }
 
+/* With at most 40 digits in front of the point and behind it: a small model may find no end of them. */
 static int number(Compiler *c, const All *all, bool whole) {
     static const char *const keys[] = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"};
     int node = c->g->all;
@@ -255,7 +256,8 @@ static int number(Compiler *c, const All *all, bool whole) {
         }
         node = both_node(c->g, node, bound_node(c->g, x, above, strict, whole));
     }
-    const int digits = rule_node(c->g, "-?(0|[1-9][0-9]*)"), fraction = rule_node(c->g, "%(\\.[0-9]+)?", digits);
+    const int digits = rule_node(c->g, "-?(0|[1-9][0-9]{0,39})"),
+              fraction = rule_node(c->g, "%(\\.[0-9]{1,40})?", digits);
     if (node != c->g->all || whole) return both_node(c->g, node, whole ? digits : fraction);
     return rule_node(c->g, "%([eE][+-]?([0-9]{1,2}|[12][0-9][0-9]))?", fraction);
 }

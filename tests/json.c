@@ -33,6 +33,8 @@ static void grammars_have_these_texts(void) {
          "0.249\n10.01\n0.2\n.5\n1e0\n-1\n11"},
         {"{\"type\":\"number\",\"exclusiveMinimum\":-0.5,\"exclusiveMaximum\":0}", "-0.49\n-0.0001",
          "-0.5\n0\n-0\n-0.50\n-0.0"},
+        {"{\"type\":\"number\"}", "-0.5e10\n9876543210987654321098765432109876543210",
+         "01\n98765432109876543210987654321098765432101"},
         {"{\"type\":\"string\",\"minLength\":2,\"maxLength\":3}",
          "\"ab\"\n\"\\u00e9\xC3\xA9\"\n\"\\ud83d\\ude00a\"\n\"\\n\\\"\\\\\"",
          "\"a\"\n\"abcd\"\n\"\\ud83d1\"\n\"\\u0000a\"\n\"\\/a\"\n\"a\tb\""},
