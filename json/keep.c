@@ -437,21 +437,28 @@ static Rule *make(const Session *m, const cJSON *request, const Conversation *ta
 
 /* ---- streams ---- */
 
+/* NEVER: the text is behind its end, or the grammar gave up. */
 static int state_now(Stream *s) {
-    for (; s->kept < s->tokens.n; s->kept++)
-        s->state = state_token(&s->rule->g, kept.words, s->state, s->tokens.data[s->kept]);
+    Grammar *g = &s->rule->g;
+    g->work = 0;
+    for (; s->kept < s->tokens.n; s->kept++) {
+        const int next = state_token(g, kept.words, s->state, s->tokens.data[s->kept]);
+        if (gave_up(g)) return NEVER;
+        s->state = next;
+    }
     return s->state;
 }
 
 /* Behind its end, which only ignore_eos passes, a text is free. */
 static void allow(Stream *s, uint32_t *bits) {
     const size_t words = ((size_t)kept.session->checkpoint.model.vocab + 31) / 32;
-    s->rule->g.work = 0;
+    Grammar *g = &s->rule->g;
     const int state = state_now(s);
-    const uint32_t *row = gave_up(&s->rule->g) ? NULL : state_tokens(&s->rule->g, kept.words, state);
+    const uint32_t *row = gave_up(g) ? NULL : state_tokens(g, kept.words, state);
     uint32_t any = 0;
-    if (!row) s->stuck = ambiguous;
     for (size_t i = 0; i < words && row; i++) any |= row[i];
+    if (!row) s->stuck = ambiguous;
+    if (row && !any && state && !ends(g, state)) s->stuck = "needs a text that the model's tokens cannot write";
     any ? memcpy(bits, row, words * sizeof *row) : memset(bits, -1, words * sizeof *row);
 }
 
@@ -483,8 +490,10 @@ static void begin_to_keep(Rule *r, Stream *s, size_t begin) {
 
 /* May the text end here, or has it ended? Control tokens come only behind what must be whole. */
 static bool whole(Stream *s) {
+    Grammar *g = &s->rule->g;
     const int state = state_now(s);
-    return !state || ends(&s->rule->g, state) || state_step(&s->rule->g, state, CONTROL);
+    const bool ended = !state || ends(g, state) || state_step(g, state, CONTROL);
+    return ended && !gave_up(g);
 }
 
 static bool keep_file(const char *path, const Session *m, const Conversation *talk, Stream *s, Error *e) {

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import helpers
 import schemas
-from helpers import PARROT, TESTS, Skip, each, expect, needs, same
+from helpers import PARROT, TESTS, Skip, copy_model, each, expect, needs, same
 from test_serve import Server
 
 NEEDS = ("json",)
@@ -147,6 +147,20 @@ def test_answers_satisfy_random_schemas():
             prompt = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
             error = s.refuses(path, {**prompt, "guided_json": {"items": {"multipleOf": 2}}}, "multipleOf at #/items")
             same(error["param"], "guided_json")
+
+
+def test_texts_that_no_token_writes(folder):
+    """A tokenizer without a letter: an answer that needs it ends with an error, and no other letter takes its place."""
+    needs("serve")
+    made = copy_model(PARROT, folder)
+    tokenizer = json.loads((made / "tokenizer.json").read_text())
+    model = tokenizer["model"]
+    model["vocab"] = {text: i for text, i in model["vocab"].items() if "q" not in text}
+    model["merges"] = [pair for pair in model["merges"] if "q" not in "".join(pair)]
+    (made / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with Server(made, program=helpers.PLAIN) as s:
+        s.refuses("/v1/completions", {"prompt": "x", "guided_choice": ["aq"], "max_tokens": 9}, "tokens cannot write")
+        same(complete(s, {"prompt": "x", "guided_choice": ["q", "b"], "max_tokens": 9}), ("b", "stop"))
 
 
 def test_hostile_patterns():
