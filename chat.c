@@ -198,7 +198,7 @@ bool conversation_parse(Conversation *c, const cJSON *json, Error *e) {
     }
     if (format && (schema || !(json_is(format, "type", "text") || json_is(format, "type", "json_object"))) &&
         (!json_is(format, "type", "json_schema") || !json_string(schema, "name") || !json_get(schema, "schema")))
-        return fail(e, USAGE, "response_format needs the type json_schema, json_schema.name and json_schema.schema");
+        return fail(e, USAGE, "response_format needs the type text, json_object, or json_schema with name and schema");
     if (!cJSON_IsArray(messages)) return fail(e, USAGE, "messages is not an array");
     cJSON_ArrayForEach(each, messages) if (!parse_message(c, each, i++, e)) return false;
     c->request = cJSON_CreateObject();

@@ -112,10 +112,12 @@ static int asked(const Maker *m, const char *kind, const cJSON *value, const cha
 /* The text's grammar; Grammar.all: anything. */
 static int content(const Maker *m) {
     const cJSON *format = json_get(m->request, "response_format"), *each;
+    const cJSON *outputs = json_get(m->request, "structured_outputs");
     const char *type = json_string(format, "type");
     int node = m->g->all, n = 0;
     if (format && !(type && text_listed("text json_object json_schema", type)))
         return refuse(m, "response_format", "needs the type text, json_object or json_schema");
+    if (outputs && !cJSON_IsObject(outputs)) return refuse(m, "structured_outputs", "is not an object");
     if (format && strcmp(type, "text")) {
         const cJSON *own = cJSON_GetObjectItemCaseSensitive(json_get(format, "json_schema"), "schema");
         node = asked(m, same(type, "json_schema") ? "json" : type, own, "response_format"), n++;
@@ -124,7 +126,7 @@ static int content(const Maker *m) {
         if (cJSON_IsNull(each) || !text_listed("guided_json guided_regex guided_choice", each->string)) continue;
         node = asked(m, each->string + strlen("guided_"), each, each->string), n++;
     }
-    cJSON_ArrayForEach(each, json_get(m->request, "structured_outputs")) {
+    cJSON_ArrayForEach(each, outputs) {
         LocalText field = text_print("structured_outputs.%s", each->string);
         if (cJSON_IsNull(each) || cJSON_IsFalse(each)) continue;
         node = asked(m, each->string, each, field), n++;

@@ -28,6 +28,16 @@ static const struct {
              {ARRAY, "items prefixItems minItems maxItems"},
              {STRING, "minLength maxLength pattern format"},
              {INTEGER | FRACTION, "minimum maximum exclusiveMinimum exclusiveMaximum"}};
+/* What the values of keywords must be, of cJSON's types. Others are looked at where they are read. */
+static const struct {
+    int type;
+    const char *otherwise, *keywords;
+} kinds[] = {{cJSON_Object, "is not an object", "properties"},
+             {cJSON_Array, "is not an array", "required prefixItems allOf"},
+             {cJSON_String, "is not a text", "pattern format $ref"},
+             {cJSON_Number, "is not a number", "minimum maximum"},
+             {cJSON_Number | cJSON_True | cJSON_False, "is not a number", "exclusiveMinimum exclusiveMaximum"},
+             {cJSON_True | cJSON_False, "is not true or false", "nullable"}};
 static const char refused[] =
     "not if then else patternProperties multipleOf uniqueItems minProperties maxProperties propertyNames contains "
     "minContains maxContains dependentRequired dependentSchemas dependencies unevaluatedProperties unevaluatedItems "
@@ -247,8 +257,10 @@ static int number(Compiler *c, const All *all, bool whole) {
         const bool above = i % 4 < 2;
         bool strict = i % 2 || json_true(schema, keys[i % 4 | 1]); /* true: as draft 4 had it */
         double x = cJSON_GetNumberValue(value);
-        if (!value || (i % 2 && cJSON_IsBool(value))) continue;
-        if (!isfinite(x)) return refuse(c, schema, keys[i % 4], "is not a number");
+        if (i % 2 && cJSON_IsTrue(value) && !json_get(schema, keys[i % 4 - 1]))
+            return refuse(c, schema, keys[i % 4], "is true without a limit beside it");
+        if (!cJSON_IsNumber(value)) continue;
+        if (!isfinite(x)) return refuse(c, schema, keys[i % 4], "is too large");
         if (whole) {
             const double to = above ? ceil(x) : floor(x);
             strict = strict && to == x;
@@ -293,7 +305,6 @@ static int string(Compiler *c, const All *all) {
         const cJSON *schema = all->of[i].schema, *pattern = json_get(schema, "pattern");
         const char *format = json_string(schema, "format");
         LocalBytes why = {0};
-        if (pattern && !cJSON_IsString(pattern)) return refuse(c, schema, "pattern", "is not a text");
         if (pattern) node = both_node(g, node, pattern_node(g, pattern->valuestring, letter, &why));
         if (why.n) return refuse(c, schema, "pattern", why.data);
         if (format && format_node(g, format) == NEVER) return refuse(c, schema, "format", "is of an unknown kind");
@@ -370,7 +381,7 @@ static cJSON *names_of(Compiler *c, const All *all) {
         const cJSON *schema = all->of[i % all->n].schema;
         cJSON_ArrayForEach(each, json_get(schema, must ? "required" : "properties")) {
             const char *name = must ? cJSON_GetStringValue(each) : each->string;
-            if (!name) continue;
+            if (!name) return refuse(c, schema, "required", "has more than names"), names;
             if (n > MOST_NAMES) return refuse(c, schema, "properties", "are more than 4,096"), names;
             uint64_t key = text_hash(HASH_OF_NONE, name, strlen(name));
             int64_t at;
@@ -460,9 +471,11 @@ static int declared_types(Compiler *c, const cJSON *schema) {
     const cJSON *type = json_get(schema, "type"), *each = cJSON_IsArray(type) ? type->child : type;
     int types = type ? 0 : ALL;
     for (; each; each = cJSON_IsArray(type) ? each->next : NULL) {
+        LocalText shown = json_text(each);
+        LocalText why = text_print("is %.50s, which is no type of JSON", shown);
         int i = 0;
         while (i < 7 && !same(type_names[i], cJSON_GetStringValue(each))) i++;
-        if (i == 7) return refuse(c, schema, "type", "is no type of JSON");
+        if (i == 7) return refuse(c, schema, "type", why);
         types |= i == 3 ? INTEGER | FRACTION : 1 << i;
     }
     return types | (json_true(schema, "nullable") ? NIL : 0);
@@ -532,6 +545,9 @@ static void open_schema(Compiler *c, All *all, int i) {
         const bool off = cJSON_IsFalse(each) || (cJSON_IsNumber(each) && each->valuedouble == 0);
         if (text_listed(refused, each->string) && !(off && text_listed(harmless, each->string)))
             refuse(c, schema, each->string, "is not supported");
+        for (size_t k = 0; k < sizeof kinds / sizeof *kinds && !cJSON_IsNull(each); k++)
+            if (text_listed(kinds[k].keywords, each->string) && !(each->type & kinds[k].type))
+                refuse(c, schema, each->string, kinds[k].otherwise);
     }
     if (json_get(schema, "$ref")) add_schema(c, all, resolve(c, schema));
     cJSON_ArrayForEach(each, json_get(schema, "allOf")) add_schema(c, all, each);

@@ -147,6 +147,9 @@ def test_answers_satisfy_random_schemas():
             prompt = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
             error = s.refuses(path, {**prompt, "guided_json": {"items": {"multipleOf": 2}}}, "multipleOf at #/items")
             same(error["param"], "guided_json")
+            s.refuses(path, {**prompt, "structured_outputs": "x"}, "structured_outputs is not an object")
+            s.refuses(path, {**prompt, "response_format": {"type": "json"}}, "response_format needs", "json_object")
+            s.refuses(path, {**prompt, "response_format": "json_object"}, "response_format needs", "json_object")
 
 
 def test_texts_that_no_token_writes(folder):
