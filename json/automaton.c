@@ -4,8 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A state has at most MOST_CASES alternatives. More are left out: what is then written still matches, though not every
- * match can be written. Only patterns that can be read in very many ways at once get there. */
+/* A state has at most MOST_CASES alternatives, else the grammar gives up. Only patterns that can be read in very many
+ * ways at once get there. */
 enum { MOST_CASES = 5000, MOST_WORK = 20000000 };
 
 /* ---- nodes ---- */
@@ -92,8 +92,9 @@ int alt_node(Grammar *g, const int *node, size_t n) {
     for (size_t i = 0; i < n; i++)
         if (!barren(g, node[i])) ids_add(&t, node[i]);
     qsort(t.data + 1, t.n - 1, sizeof *t.data, by_number);
-    for (size_t i = 1; i < t.n && kept <= MOST_CASES; i++)
+    for (size_t i = 1; i < t.n; i++)
         if (i == 1 || t.data[i] != t.data[kept - 1]) t.data[kept++] = t.data[i];
+    if (kept > MOST_CASES) return g->work = g->most, NEVER;
     return kept == 2 ? t.data[1] : node_of(g, t.data, kept);
 }
 

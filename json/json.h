@@ -17,6 +17,7 @@ typedef struct {
     int target;    /* of a REF, or -1: not set yet */
     int flags;     /* of those above */
     int round;     /* the last of Grammar.rounds that saw it */
+    int walk;      /* and of Grammar.walks */
     int *next;     /* (256) the nodes behind it, -1: not known; or NULL */
     uint32_t *row; /* of mask.c: the tokens that may come next; or NULL */
 } Node;
@@ -33,7 +34,7 @@ typedef struct {
     int plain, letter;  /* any letter of a JSON string, without \uXXXX and with them; make_letters() */
     int quote;          /* what ends the string */
     int all;            /* any text without control tokens */
-    int rounds;         /* of derivatives */
+    int rounds, walks;  /* of derivatives; of mask.c */
     int64_t work;       /* since the last mask, in about 10 ns each; at `most` derivatives give up */
     int64_t most;
     int tight;        /* the most letters_left() of a BARREN node's part */

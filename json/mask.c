@@ -10,7 +10,7 @@
 #include <string.h>
 
 /* A token of more bytes than MOST_BYTES is never allowed. */
-enum { MOST_BYTES = 250, MOST_ROWS = 1024, MOST_STEPS = 500000, MOST_WORK = 5000000 };
+enum { MOST_BYTES = 250, MOST_ROWS = 1024, MOST_WEIGHT = 50000, MOST_WORK = 5000000 };
 /* Larger counts than SHORT are out of a token's reach. From MANY on, one walk for all counts is worth its room. */
 enum { SHORT = 32, LETTERS = SHORT + 2, MANY = 9 };
 
@@ -143,17 +143,36 @@ int state_token(Grammar *g, const Vocabulary *v, int state, int id) {
 
 /* ---- masks ---- */
 
+/* In how many ways a text may be read that has this state: a derivative takes about so long. */
+static int weight(const Grammar *g, int state) {
+    while (node_kind(g, state) == SEQ) state = tuple(g, state)[1];
+    const int *t = tuple(g, state);
+    if (*t == ALT) return tuple_size(g, state) - 1;
+    return *t == AND || *t == BUT ? weight(g, t[1]) + weight(g, t[2]) : 1;
+}
+
+/* The state behind a byte. *spent: the weights of all states that this walk met. It depends on where the walk began
+ * alone, and not on what the grammar knows already. */
+static int walk_on(Grammar *g, int state, uint8_t byte, int64_t *spent) {
+    const int next = state_step(g, state, byte);
+    if (g->node[next].walk != g->walks) *spent += weight(g, next);
+    g->node[next].walk = g->walks;
+    return next;
+}
+
 /* Sets the bits of the tokens below a branch that the state there allows. A grammar may be so ambiguous that this would
  * take too long: then longer tokens are left out, but for the marks that end a text. */
 static void walk(Grammar *g, const Vocabulary *v, int at, int state, uint32_t *row) {
     int path[MOST_BYTES + 1];
     const int end = v->branch[at].end;
+    int64_t spent = 0;
     path[v->branch[at].depth] = state;
+    g->walks++;
     for (int i = at + 1; i < end;) {
         const Branch *b = v->branch + i;
-        const bool enough = g->work > MOST_STEPS && b->depth > 1 && /* one byte is enough to go on */
+        const bool enough = spent > MOST_WEIGHT && b->depth > 1 && /* one byte is enough to go on */
                             (unsigned char)*token_text(v, v->token[b->first]).data != CONTROL;
-        const int next = path[b->depth] = enough ? NEVER : state_step(g, path[b->depth - 1], b->byte);
+        const int next = path[b->depth] = enough ? NEVER : walk_on(g, path[b->depth - 1], b->byte, &spent);
         if (next) set_tokens(v, i, i + 1, row);
         i = next ? i + 1 : b->end;
     }
@@ -241,13 +260,15 @@ const uint32_t *state_tokens(Grammar *g, const Vocabulary *v, int state) {
     const int simple = short_state(g, state);
     const uint32_t *known = simple == state ? NULL : state_tokens(g, v, simple);
     uint32_t *row = allocate_zero(v->words, sizeof *row);
+    int64_t spent = 0;
+    g->walks++;
     if (known) memcpy(row, known, v->words * sizeof *row);
     for (size_t i = 0; known && i < v->longer.n; i++) {
         const int id = v->longer.data[i];
         const Bytes text = token_text(v, id);
         int next = state;
         for (size_t k = 0; k < text.n && next; k++)
-            next = g->work > MOST_STEPS ? NEVER : state_step(g, next, (unsigned char)text.data[k]);
+            next = spent > MOST_WEIGHT ? NEVER : walk_on(g, next, (uint8_t)text.data[k], &spent);
         row[id / 32] &= ~(1u << id % 32);
         if (next) row[id / 32] |= 1u << id % 32;
     }

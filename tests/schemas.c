@@ -35,6 +35,7 @@ static int add_byte(Grammar *g, int state, Bytes *out) {
 /* Adds a random token that the mask has; in a text that is long already one byte now and then. */
 static int add_token(Grammar *g, int state, Bytes *out) {
     LocalIds may = {0};
+    if (!chance(5)) forget_masks(g);
     const uint32_t *row = state_tokens(g, words, state);
     for (int id = 0; id < tokenizer_size(tokenizer); id++)
         if (row[id / 32] >> id % 32 & 1) ids_add(&may, id);
