@@ -220,7 +220,9 @@ static int derive(Grammar *g, int node, unsigned char byte) {
                         repeat_node(g, a, b ? b - 1 : 0, most == ENDLESS ? ENDLESS : most - 1));
     case AND: return and_node(g, state_step(g, a, byte), state_step(g, b, byte));
     case BUT: return but_node(g, state_step(g, a, byte), state_step(g, b, byte));
-    default: return g->node[node].target < 0 ? NEVER : derive(g, g->node[node].target, byte);
+    default:
+        if (g->node[node].target < 0) return g->early = true, NEVER;
+        return derive(g, g->node[node].target, byte);
     }
 }
 

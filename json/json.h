@@ -37,6 +37,7 @@ typedef struct {
     int rounds, walks;  /* of derivatives; of mask.c */
     int64_t work;       /* since the last mask, in about 10 ns each; at `most` derivatives give up */
     int64_t most;
+    bool early;       /* a text was read where the target of a REF was not set yet */
     int tight;        /* the most letters_left() of a BARREN node's part */
     int rows;         /* that mask.c keeps */
     Strings *strings; /* of sets of letters, and how many: of mask.c */

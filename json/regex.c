@@ -132,7 +132,16 @@ static int read_letter(Pattern *p, Ids *ranges, bool *kind) {
     if (strchr(names, name)) return means[strchr(names, name) - names];
     if (name == '0' && !isdigit((unsigned char)*p->s)) return 0;
     if (name == 'x') return hex_letter(p, 2);
-    if (name == 'u') return hex_letter(p, 4);
+    if (name == 'u') {
+        const int letter = hex_letter(p, 4);
+        const bool more = begins(p->s, "\\u");
+        Pattern rest = *p;
+        rest.s += 2 * more;
+        const int low = more ? hex_letter(&rest, 4) : 0;
+        if (letter < 0xD800 || letter > 0xDBFF || low < 0xDC00 || low > 0xDFFF) return letter;
+        p->s = rest.s; /* a pair is one letter */
+        return 0x10000 + ((letter - 0xD800) << 10) + (low - 0xDC00);
+    }
     if (isdigit((unsigned char)name) || name == 'k') return wrong(p, "a back-reference");
     return wrong(p, strchr("bB", name) ? "a word boundary" : "an unknown escape");
 }

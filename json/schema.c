@@ -194,6 +194,15 @@ static int literal(Compiler *c, const cJSON *value) {
     return rule_node(c->g, object ? "%\\}" : "%\\]", node);
 }
 
+/* Has some text in a value what none may have? */
+static bool has_mark(Compiler *c, const cJSON *value) {
+    const char *text = cJSON_GetStringValue(value);
+    bool has = text && ends(c->g, state_run(c->g, c->form->stop, text, strlen(text)));
+    const cJSON *each;
+    cJSON_ArrayForEach(each, value) has |= has_mark(c, each);
+    return has;
+}
+
 /* The values of enum or const of schema i that satisfy everything else. */
 static int literals(Compiler *c, const All *all, int i, int word) {
     const cJSON *given = word_of(all->of[i].schema, word), *each;
@@ -209,10 +218,13 @@ static int literals(Compiler *c, const All *all, int i, int word) {
         LocalBytes written = {0}; /* 1.0 is an integer, too, and a double does not hold all of them */
         write_literal(c, each, &written);
         if (c->how == PLAIN && !c->form->close.n && !cJSON_IsString(each)) continue; /* it would be read as a text */
+        if (c->how == PLAIN && has_mark(c, each)) continue;
         const bool fits = node == any_value(c) || ends(c->g, state_run(c->g, node, written.data, written.n)) ||
                           (c->how == JSON && ends(c->g, state_run(c->g, node, text, strlen(text))));
         if (fits) ids_add(&cases, literal(c, each));
     }
+    if (c->g->early)
+        return refuse(c, all->of[i].schema, words[word], "of a schema that it is part of is not supported");
     return alt_node(c->g, cases.data, cases.n);
 }
 
@@ -591,7 +603,7 @@ static int any_value(Compiler *c) {
 int schema_node(Grammar *g, const cJSON *schema, const char *name, bool call, const Form *form, Error *e) {
     Compiler c = {.g = g, .root = schema, .name = name, .e = e, .serial = g->nodes, .form = form};
     All all = {.without = call ? ALL & ~OBJECT : 0};
-    e->code = 0;
+    e->code = 0, g->early = false;
     make_letters(g);
     c.how = form ? ARGUMENTS : JSON;
     c.json = (Form){.first = rule_node(g, "\\{"),

@@ -54,6 +54,15 @@ static void grammars_have_these_texts(void) {
          "\"12:xyz\"\n\"12:34:x\"\n\"a\\\"\"\n1.50\nnull", "\"x\"\n\"12:34:56:x\"\n\"\\\"a\"\n1.5\n1"},
         {"{\"allOf\":[{\"type\":\"string\",\"pattern\":\"^(ab)*$\"},{\"minLength\":3,\"maxLength\":5}]}", "\"abab\"",
          "\"ab\"\n\"ababab\"\n\"aba\""},
+        {"{\"type\":\"string\",\"pattern\":\"^\\\\ud83d\\\\ude00a[\\\\ud83d\\\\ude00-\\\\ud83d\\\\ude02]a[^\\\\ud800-"
+         "\\\\udfff]$\"}",
+         "\"\xF0\x9F\x98\x80"
+         "a\xF0\x9F\x98\x81"
+         "a.\"",
+         "\"\xF0\x9F\x98\x80"
+         "a.\"\n\"\xF0\x9F\x98\x80"
+         "a\xF0\x9F\x98\x84"
+         "a.\""},
         {"{\"type\":\"string\",\"format\":\"date\"}", "\"2026-02-28\"\n\"2026-12-31\"",
          "\"2026-02-30\"\n\"2026-13-01\"\n\"26-01-01\""},
         {"{\"type\":\"string\",\"nullable\":true}", "null\n\"\"", "1\ntrue"},
@@ -143,6 +152,9 @@ static void schemas_are_refused(void) {
         {"x{\"properties\":{\"a\":{\"type\":[\"string\",\"array\"],\"minItems\":1}}}",
          "type at #/properties/a has texts"},
         {"x{\"properties\":{\"a b\":{}}}", "a b at # is a name"},
+        {"g{\"properties\":{\"a\":{\"enum\":[\"q|z\",[\"|\"]]}},\"required\":[\"a\"]}", "allows no value"},
+        {"{\"properties\":{\"a\":{\"enum\":[{\"a\":null},{}],\"allOf\":[{\"$ref\":\"#\"}]}}}",
+         "enum at #/properties/a of a schema that"},
         {"g{\"enum\":[{}]}", "enum at # of whole arguments"},
         {"x{\"anyOf\":[{\"properties\":{\"a\":{\"type\":\"string\"}}}]}", "anyOf at # of whole arguments"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
