@@ -101,7 +101,7 @@ void make_letters(Grammar *g);                       /* g->letter, g->plain, g->
 typedef struct {
     int first, next, end, none; /* before the first key; before others; behind the last value; instead of all that */
     int equals[2];              /* between key and value: of a text that is not in quotes, of others */
-    int stop;                   /* what no text has that is not JSON; or NEVER: texts are JSON */
+    int stop;                   /* what no unquoted text may contain; NEVER: texts are quoted JSON */
     Bytes open, close;          /* around texts, everywhere; empty: only a text that is an argument itself is no JSON */
 } Form;
 

@@ -201,7 +201,7 @@ static bool quoted(Bytes text) { /* a control token may end with any bytes */
            (text.n < 4 || (unsigned char)text.data[text.n - 4] != CONTROL);
 }
 
-/* How a call ends that the template ends so: up to a token that ends answers, and any of those. */
+/* The end of a call: the template's text up to an end token, then any end token. */
 static int call_end(const Maker *m, Bytes text) {
     const int end = answer_end(m);
     size_t n = 0;
@@ -209,8 +209,8 @@ static int call_end(const Maker *m, Bytes text) {
     return seq_node(m->g, text_node(m->g, text.data, n), end);
 }
 
-/* How calls are written in other formats than harmony: as the model's template writes one. *end: what follows arguments
- * that are JSON. To others it belongs, and *f says how they are written; its texts stay in `call`. */
+/* How calls are written in other formats than harmony: as the model's template writes one. JSON arguments: `*end` is
+ * what follows them. Other forms: `*f` describes them and holds their end; its texts point into `call`. */
 static bool read_form(const Maker *m, Bytes *call, Form *f, int *end) {
     static const char *const words[] = {"probe_a", "probe_b", "probe_c", "771001", "probe_d", "771002"};
     static const char unknown[] = "this model's template does not show how it writes calls, so none can be held to";

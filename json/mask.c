@@ -20,7 +20,7 @@ typedef struct {
 } Branch;
 
 struct Strings {     /* what tokens do in strings of one kind of letters */
-    int letter, end; /* nodes; of a Vocabulary's they are not kept */
+    int letter, end; /* nodes; unset in a Vocabulary */
     uint32_t *row;   /* (LETTERS, words) tokens that stay in the string and need at most so many; the last one: all */
     Ids exits;       /* branches where the string ends, and how many it has before that */
 };
@@ -178,19 +178,16 @@ static void walk(Grammar *g, const Vocabulary *v, int at, int state, uint32_t *r
     }
 }
 
-/* What tokens do in strings of these letters up to this end, or NULL. Of sets of bytes a grammar has its own, made for
- * many letters. */
+/* What tokens do in strings of these letters up to this end, or NULL. For a repeated SET before a SET end the grammar
+ * builds its own table, but only for a count of MANY or more. */
 static const Strings *strings_of(Grammar *g, const Vocabulary *v, int letter, int end, bool many) {
     if (end == g->quote && letter == g->letter) return &v->letter;
     if (end == g->quote && letter == g->plain) return &v->plain;
     for (const Strings *s = g->strings; s < g->strings + g->kinds; s++)
         if (s->letter == letter && s->end == end) return s;
     if (!many || node_kind(g, letter) != SET || node_kind(g, end) != SET) return NULL;
-    const int start = seq_node(g, repeat_node(g, letter, 0, ENDLESS), end);
-    for (int byte = 0; byte < 256; byte++) {
-        const int next = state_step(g, start, (unsigned char)byte);
-        if (next != start && next != NOTHING && next != NEVER) return NULL; /* it may be both a letter and the end */
-    }
+    for (int byte = 0; byte < 256; byte++) /* may one be both a letter and the end? */
+        if (state_step(g, letter, (unsigned char)byte) && state_step(g, end, (unsigned char)byte)) return NULL;
     g->strings = reallocate(g->strings, (size_t)(g->kinds + 1) * sizeof *g->strings);
     Strings *s = g->strings + g->kinds;
     *s = (Strings){.letter = letter, .end = end};

@@ -330,8 +330,8 @@ static int string(Compiler *c, const All *all) {
 
 /* ---- objects and arrays ---- */
 
-/* What stands behind the key of an argument. In the form of XML a text could be read as another value, so that beside
- * texts only null may stand, or all values of some types. */
+/* What stands behind the key of an argument. In XML `5` may be a text or a number. So beside texts only null is
+ * allowed, or whole types without limits. */
 static int argument(Compiler *c, All *values) {
     static const int without[] = {ALL & ~STRING, ALL & ~NIL, STRING | NIL};
     const Form *f = c->form;

@@ -20,7 +20,7 @@ static int schema_of(Grammar *g, const char *text, Error *e) {
 }
 
 static bool reads(Grammar *g, int start, const char *text) {
-    const int state = state_run(g, start, text, strlen(text)); /* may move g->of */
+    const int state = state_run(g, start, text, strlen(text));
     return ends(g, state);
 }
 
