@@ -18,7 +18,7 @@ FIXTURES, BUILD = ROOT / "tests" / "fixtures", ROOT / "build" / "fuzz"
 SECONDS = int(os.environ.get("SECONDS") or (sys.argv[1] if len(sys.argv) > 1 else 60))
 SOURCES = {"json": ["chat.c", "infer.c"], "safetensors": ["infer.c"], "tokenizer": ["tokenizer.c"],
            "reader": ["chat.c", "formats/answers.c"], "gguf": ["encodings/gguf.c", "encodings/vocabulary.c"],
-           "request": ["serve/serve.c", "chat.c"], "template": ["formats/jinja.c"]}  # whose words help to guess
+           "request": ["serve/serve.c", "chat.c"], "template": ["formats/jinja.c"], "schema": ["json/schema.c"]}  # whose words help to guess
 
 
 def file_of(tensors):
