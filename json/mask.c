@@ -183,8 +183,8 @@ static void walk(Grammar *g, const Vocabulary *v, int at, int state, uint32_t *r
 static const Strings *strings_of(Grammar *g, const Vocabulary *v, int letter, int end, bool many) {
     if (end == g->quote && letter == g->letter) return &v->letter;
     if (end == g->quote && letter == g->plain) return &v->plain;
-    for (const Strings *s = g->strings; s < g->strings + g->kinds; s++)
-        if (s->letter == letter && s->end == end) return s;
+    for (int i = 0; i < g->kinds; i++)
+        if (g->strings[i].letter == letter && g->strings[i].end == end) return g->strings + i;
     if (!many || node_kind(g, letter) != SET || node_kind(g, end) != SET) return NULL;
     for (int byte = 0; byte < 256; byte++) /* may one be both a letter and the end? */
         if (state_step(g, letter, (unsigned char)byte) && state_step(g, end, (unsigned char)byte)) return NULL;
@@ -277,7 +277,7 @@ const uint32_t *state_tokens(Grammar *g, const Vocabulary *v, int state) {
 
 void forget_masks(Grammar *g) {
     for (Node *n = g->node; n < g->node + g->nodes; n++) free(n->row), n->row = NULL;
-    for (Strings *s = g->strings; s < g->strings + g->kinds; s++) free(s->row), ids_free(&s->exits);
+    for (int i = 0; i < g->kinds; i++) free(g->strings[i].row), ids_free(&g->strings[i].exits);
     free(g->strings), g->strings = NULL;
     g->kinds = g->rows = 0;
 }
