@@ -47,7 +47,6 @@ static int cards_there(void) {
     return one_gpu ? 2 : there;
 }
 
-#define SIX_LAYERS SLIDING "," FULL "," SLIDING "," FULL "," SLIDING "," FULL
 /* Steps of fast/ on one card and on two. */
 static void decode_on_cards(void) {
     enum { N = 16, LAYERS = 3 };
@@ -73,6 +72,7 @@ static void instances_on_cards(void) {
                     (size_t[]){2, 7, 12}, 3);
 }
 
+#define SIX_LAYERS SLIDING "," FULL "," SLIDING "," FULL "," SLIDING "," FULL
 /* All layers of gpt-oss-20b: a prompt and, token by token, what follows, one card's greedy text. Four experts: a token
  * chooses all, so no router is close to a tie. */
 static void all_layers_on_cards(void) {
